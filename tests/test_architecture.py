@@ -41,6 +41,7 @@ LEVELS = {
     "errors": 0,
     "custom_gradients": 0,
     "graphs": 1,
+    "tables": 0,
     "temporary": 0,
     "compression": 1,
     "kernels": 1,  # optional: see OPTIONAL

@@ -183,6 +183,26 @@ def test_a_schedule_of_ones_own_trains():
 
 
 @pytest.mark.as_traced
+def test_microbatches_in_another_order_keep_their_rows():
+    """The last stage takes the second before the first: for predictions, and for a loss that needs all rows."""
+
+    def root(y, p):
+        return keras.ops.sqrt(keras.ops.mean((y - p) ** 2))
+
+    schedule = "0F1 0F0 . . 0B1 0B0\n. 1F1 1F0 1B1 1B0 ."
+    with pipe(2).scope():
+        model = tfdist.PipelineModel(stacked(), num_microbatches=2, schedule=schedule, stages=["dense_3"])
+        model.compile("sgd", root)
+    x = np.random.default_rng(3).normal(size=(8, 5)).astype("float32")
+    alone = stacked()
+    alone.set_weights(model.get_weights())
+    alone.compile("sgd", root)
+    expected = alone.predict(x, batch_size=8, verbose=0)
+    np.testing.assert_allclose(model.predict(x, batch_size=8, verbose=0), expected, atol=1e-6)
+    y = np.cumsum(x, 0)
+    np.testing.assert_allclose(model.evaluate(x, y, 8, verbose=0), alone.evaluate(x, y, 8, verbose=0), rtol=1e-5)
+
+
 def test_sequences_of_any_length():
     """Sizes that are known at run time only, with a mask, whose loss is called on zeros first."""
 

@@ -8,7 +8,7 @@ import tfdist
 from tfdist.planning.data_sheets import from_sheet
 from tfdist.planning.planner import hardware_of
 from tfdist.planning.search import SCHEDULES
-from tfdist.tensor_plans.tables import size_text
+from tfdist.tables import size_text
 
 
 def build():

@@ -11,8 +11,8 @@ from plan_models import RawOps, chain, decoder, example_gpt, new_decoder, subcla
 
 import tfdist
 from tests.devices import names
+from tfdist.sharding import layers_within
 from tfdist.tensor_plans import keras_tracing, trace_model
-from tfdist.tensor_plans.keras_tracing import all_layers, sublayers
 
 
 def steps(model, *names, training=True, index=0):
@@ -59,15 +59,6 @@ def test_reads_of_variables_go_through_the_scope(monkeypatch):
     assert any(found is variable for found in read)
 
 
-def test_sublayers_and_all_layers():
-    model = decoder()
-    assert [layer.name for layer in sublayers(model)][-1] == "head"
-    found = all_layers(model)
-    assert found[0] is model and len(found) == len(set(found))
-    paths = [layer.path for layer in found]
-    assert paths.index("decoder/tokens") < paths.index("decoder/tokens/token") < paths.index("decoder/head")
-
-
 # The trace
 
 
@@ -98,8 +89,8 @@ def test_training_and_inference_may_differ():
 def test_a_layer_that_takes_no_symbols_is_one_step():
     trace = trace_model(with_raw_ops()).traces[0]
     assert [type(layer) for layer, _ in trace.opaque] == [RawOps]
-    assert [call.layer.name for call in trace.hidden] == ["first", "second"]
-    assert [call.input_shape[1:] for call in trace.hidden] == [(8,), (16,)]
+    assert [layer.name for layer in trace.hidden] == ["first", "second"]
+    assert [given[1:] for given, _ in trace.hidden.values()] == [(8,), (16,)]
     assert [event.operation.name for event in trace.events if isinstance(event.operation, keras.Layer)] == ["raw", "up", "down"]
 
 
@@ -151,7 +142,7 @@ def test_weights_that_are_read_elsewhere():
 
 
 def state(model):
-    found = all_layers(model)
+    found = layers_within(model)
     nodes = [(len(layer._inbound_nodes), len(layer._outbound_nodes)) for layer in found]
     return nodes, [ops.convert_to_numpy(variable) for variable in model.variables], list(model.losses)
 

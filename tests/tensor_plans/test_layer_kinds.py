@@ -143,7 +143,6 @@ def test_an_equation_may_leave_no_role():
 
 
 def test_obstacles():
-    assert obstacle(layers.Dense(3)) == "it is not built"
     dense = layers.Dense(6)
     called(dense, 3, 4)
     assert obstacle(dense) is None
@@ -160,3 +159,6 @@ def test_obstacles():
     learned = layers.Dense(6, activation=layers.PReLU())
     called(learned, 3, 4)
     assert obstacle(learned) == "its activation has weights"
+    attention = layers.MultiHeadAttention(2, 3, activity_regularizer="l2")
+    attention(keras.Input((4, 6)), keras.Input((4, 6)))
+    assert obstacle(attention) == "its activity regularizer would see a part of the heads only"

@@ -8,7 +8,7 @@ from typing import Any
 
 from tfdist.doctor.advice import Seen, advice
 from tfdist.doctor.check import Outcome, Status
-from tfdist.tensor_plans.tables import size_text, table_lines
+from tfdist.tables import size_text, table_lines
 
 _LAST_LINES = 6
 

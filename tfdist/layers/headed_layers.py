@@ -49,6 +49,23 @@ class HeadedLayer:
         queries = vars(layer)[self.query_heads]
         return queries, vars(layer)[self.key_value_heads] if self.key_value_heads else queries
 
+    def sizes_of(self, layer: keras.Layer, ranks: int) -> dict[str, int]:
+        """Returns the numbers of heads, by name, that `ranks` must divide."""
+        queries, keys_values = self.heads_of(layer)
+        sizes = {self.query_heads.lstrip("_"): queries}
+        if self.key_value_heads and not are_shared(keys_values, ranks):
+            sizes[self.key_value_heads.lstrip("_")] = keys_values
+        return sizes
+
+    def activity_regularizer_of(self, layer: keras.Layer) -> Any | None:
+        """Returns what regularizes the outputs of the layer's projections, to which Keras hands it on."""
+        return getattr(layer, "_activity_regularizer", None) or layer.activity_regularizer
+
+
+def are_shared(heads: int, ranks: int) -> bool:
+    """Whether there are fewer heads of keys and values than ranks, so that each is shared by equally many."""
+    return heads < ranks and ranks % heads == 0
+
 
 _KERAS: dict[str, Any] = {
     "inputs": ("query", "value", "key"),

@@ -3,8 +3,6 @@
     rank i of t: H / t query heads; K / t heads of keys and values, or, where t is a multiple of K, the one that its queries ask
                  whole projections: queries, keys, values by column, the output by row
 
-One all-reduce forward, of the output, and one backward, of the input's gradient.
-
 A call reads the numbers of heads of the layer in Python: within a replica those attributes give the rank's own numbers.
 """
 
@@ -20,14 +18,14 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.layers import regions, sharded_tensors
-from tfdist.layers.headed_layers import GROUPED_QUERY, MULTI_HEAD, HeadedLayer
+from tfdist.layers.headed_layers import GROUPED_QUERY, MULTI_HEAD, HeadedLayer, are_shared
 from tfdist.layers.parallel_dense import ColumnParallelDense, RowParallel, RowParallelDense
 from tfdist.layers.parallel_einsum_dense import ColumnParallelEinsumDense, RowParallelEinsumDense
 from tfdist.layers.randomness import sharded_region
 from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded, shard_variables
-from tfdist.layers.shared_heads import SharedHeadsEinsumDense, are_shared, check_heads
+from tfdist.layers.shared_heads import SharedHeadsEinsumDense
 from tfdist.sharding import Shard
-from tfdist.sharding.sharded_activations import copy_mask, shard_of
+from tfdist.sharding.sharded_activations import ActivationShard, copy_mask, mark_shard, shard_of
 
 
 class _ParallelAttention(ShardedWeights):
@@ -97,14 +95,11 @@ class _ParallelAttention(ShardedWeights):
                 f"A cache of keys and values in layer {self.name!r}, whose heads are spread over the tensor ranks.",
                 fix="Generate outside `strategy.run`, as `generate` does: there the layer is whole.",
             )
-        entered: dict[int, tf.Tensor] = {}  # one that is given twice enters once
-        for name in made.inputs:
-            x = given.get(name)
-            if x is not None:
-                if id(x) not in entered:
-                    entered[id(x)] = regions.enter_region(x, self.sequence_parallel, self.name)
-                    copy_mask(x, entered[id(x)])
-                given[name] = entered[id(x)]
+        inputs = {id(given[name]): given[name] for name in made.inputs if given.get(name) is not None}  # each once
+        for x in inputs.values():
+            entered = regions.enter_region(x, self.sequence_parallel, self.name)
+            copy_mask(x, entered)
+            given.update((name, entered) for name in made.inputs if given.get(name) is x)
         for name in ("attention_mask", made.bias):
             x = given.get(name)
             if x is None or len(x.shape) != 4 or x.shape[1] == 1:
@@ -121,7 +116,7 @@ class _ParallelAttention(ShardedWeights):
         if made.bias is None:
             return outputs
         output, bias, *rest = outputs
-        bias = sharded_tensors.mark(tf.identity(bias), 1)
+        bias = mark_shard(tf.identity(bias), ActivationShard(1))
         return (output, sharded_tensors.whole(bias) if self.gather_output else bias, *rest)
 
 
@@ -172,11 +167,9 @@ class _ParallelKerasAttention(_ParallelAttention):
         super().build(query_shape, value_shape, key_shape)
 
     def _check_sizes(self, input_shape: Any, parts: int) -> None:
-        queries, keys_values = self._made.heads_of(self)
-        check_divisible(self._made.query_heads.lstrip("_"), queries, parts, self.name)
-        if self._made.key_value_heads is not None:
-            check_heads(self._made.key_value_heads, keys_values, parts, self.name)
-        regularizer = getattr(self, "_activity_regularizer", None) or getattr(self, "activity_regularizer", None)
+        for name, size in self._made.sizes_of(self, parts).items():
+            check_divisible(name, size, parts, self.name)
+        regularizer = self._made.activity_regularizer_of(self)
         if parts > 1 and regularizer is not None:
             raise errors.not_implemented(
                 f"`activity_regularizer` of layer {self.name!r} would see a part of the heads only.",

@@ -16,13 +16,13 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.layers import regions, sharded_tensors
+from tfdist.layers import regions
 from tfdist.layers.einsum_axes import COLUMN, ROW, sharded_axes
 from tfdist.layers.elementwise import is_elementwise_activation
 from tfdist.layers.lora_factors import KERNEL
 from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded
 from tfdist.sharding import Shard
-from tfdist.sharding.sharded_activations import ActivationShard
+from tfdist.sharding.sharded_activations import ActivationShard, mark_shard
 
 
 class _ParallelProduct(ShardedWeights):
@@ -89,14 +89,13 @@ class ColumnParallel(_ParallelProduct):
         x = self._product(x, tf.convert_to_tensor(self.kernel))
         if self.bias is not None:
             x = self._add_bias(x, tf.convert_to_tensor(self.bias))
-        axes = sharded_axes(self, COLUMN)
         activation = self.activation or keras.activations.linear
         if not self.gather_output:
-            return sharded_tensors.mark(activation(x), axes.outputs, self._kernel.shape[axes.kernel])
-        label = f"{self.name}/gather_output"
+            return mark_shard(activation(x), self.output_shard)
+        axis, label = sharded_axes(self, COLUMN).outputs, f"{self.name}/gather_output"
         if is_elementwise_activation(self.activation):
-            return regions.gather_from(activation(x), axes.outputs, label)
-        return activation(regions.gather_from(x, axes.outputs, label))
+            return regions.gather_from(activation(x), axis, label)
+        return activation(regions.gather_from(x, axis, label))
 
     @property
     def output_shard(self) -> ActivationShard | None:

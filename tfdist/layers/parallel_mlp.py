@@ -3,7 +3,7 @@
     plain    Y = f(X A) B + b                   A by columns, B by rows: rank i computes f(X A_i) B_i
     gated    Y = (f(X G) * (X A)) B + b         G and A by columns
 
-Nothing is sent between A and B: one all-reduce forward, of the output, and one backward, of the input's gradient.
+One all-reduce forward, of the output, and one backward, of the input's gradient.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ class ParallelMLP(keras.layers.Layer):
         return layer
 
     def _common(self) -> dict[str, Any]:
-        initializer = self.kernel_initializer
-        clone = initializer.__class__.from_config(initializer.get_config())  # an initializer draws the same each time
+        clone = self.kernel_initializer.clone()  # an initializer draws the same each time
         return {"use_bias": self.use_bias, "kernel_initializer": clone, "dtype": self.dtype_policy}
 
     def build(self, input_shape: Any) -> None:

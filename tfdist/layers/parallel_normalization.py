@@ -14,11 +14,11 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.layers import regions, sharded_tensors
+from tfdist.layers import regions
 from tfdist.layers.sharded_weights import ShardedWeights, check_divisible, check_is_sharded
 from tfdist.layers.statistics import note_assigned
 from tfdist.sharding import Shard
-from tfdist.sharding.sharded_activations import ActivationShard
+from tfdist.sharding.sharded_activations import ActivationShard, mark_shard
 
 
 @keras.saving.register_keras_serializable("tfdist")
@@ -92,7 +92,7 @@ class ChannelParallelBatchNormalization(ShardedWeights, keras.layers.BatchNormal
             scale=keras.ops.cast(tf.convert_to_tensor(self.gamma), x.dtype) if self.scale else None,
             epsilon=self.epsilon,
         )
-        return sharded_tensors.mark(keras.ops.cast(outputs, self.compute_dtype), self.axis, self.moving_mean.shape[0])
+        return mark_shard(keras.ops.cast(outputs, self.compute_dtype), self.output_shard)
 
     def _follow(self, variable: keras.Variable, moving: Any, value: Any) -> None:
         """Moves a statistic of this rank's channels towards that of the batch. `Variable.assign` would want all channels."""

@@ -19,11 +19,11 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.layers import regions, sharded_tensors
+from tfdist.layers import regions
 from tfdist.layers.parallel_attention import ParallelGroupedQueryAttention, ParallelMultiHeadAttention, entered_norm
 from tfdist.layers.parallel_mlp import ParallelMLP
 from tfdist.layers.randomness import sharded_region
-from tfdist.sharding.sharded_activations import ActivationShard, copy_mask
+from tfdist.sharding.sharded_activations import ActivationShard, copy_mask, mark_shard
 
 # Note: weights on sharded sequences. A norm's weights are whole, but of positions that a rank has not it sees no gradient: they
 # enter as into a region, so that their gradients are summed over the tensor ranks, in one message a norm.
@@ -185,9 +185,9 @@ class ParallelTransformerBlock(keras.layers.Layer):
         attended = self._attention(normed, normed, use_causal_mask=self.use_causal_mask, training=training)
         x = keras.ops.add(x, self._dropped(attended, training))
         x = keras.ops.add(x, self._dropped(self._mlp(self._mlp_norm(x)), training))
-        if not self.sequence_parallel:
-            return x
-        return regions.gather_from(x, 1, f"{self.name}/gather_sequence") if self.gather_output else sharded_tensors.mark(x, 1)
+        if self.sequence_parallel and self.gather_output:
+            return regions.gather_from(x, 1, f"{self.name}/gather_sequence")
+        return x if regions.tensor_program() is None else mark_shard(x, self.output_shard)
 
     @property
     def output_shard(self) -> ActivationShard | None:

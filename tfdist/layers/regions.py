@@ -70,18 +70,14 @@ def copy_to(x: tf.Tensor, label: str = "copy_to") -> tf.Tensor:
     entered = program.attachment(_Entered)
     copy = entered.find(x)
     if copy is None:
-        copy = _region(
-            x,
-            lambda _, x: tf.identity(x),
-            lambda program, upstream: activations.all_reduce(program, upstream, "tensor", f"{label}/gradient"),
-        )
+        copy = _region(x, lambda _, x, **sent: tf.identity(x), activations.all_reduce, label)
         entered.copies[id(x)] = (x, copy)  # x is kept, so that its id stays its own
     return copy
 
 
 def reduce_from(x: tf.Tensor, label: str = "reduce_from") -> tf.Tensor:
     """Leaves a sharded region with each rank's summand. Forward: all-reduce; backward: identity."""
-    return _region(x, lambda program, x: activations.all_reduce(program, x, "tensor", label), lambda _, upstream: upstream)
+    return _region(x, activations.all_reduce, lambda _, upstream, **sent: upstream, label)
 
 
 def scatter_to(x: tf.Tensor, axis: int = -1, label: str = "scatter_to") -> tf.Tensor:
@@ -90,29 +86,17 @@ def scatter_to(x: tf.Tensor, axis: int = -1, label: str = "scatter_to") -> tf.Te
     Raises:
         ValueError: the number of tensor ranks does not divide the size of `axis`.
     """
-    return _region(
-        x,
-        lambda program, x: own_part(program, x, axis),
-        lambda program, upstream: activations.all_gather(program, upstream, "tensor", axis, f"{label}/gradient"),
-    )
+    return _region(x, _own_part, activations.all_gather, label, axis=axis)
 
 
 def gather_from(x: tf.Tensor, axis: int = -1, label: str = "gather_from") -> tf.Tensor:
     """Leaves a sharded region with all ranks' parts, for what all compute alike. Forward: all-gather; backward: own part."""
-    return _region(
-        x,
-        lambda program, x: activations.all_gather(program, x, "tensor", axis, label),
-        lambda program, upstream: own_part(program, upstream, axis),
-    )
+    return _region(x, activations.all_gather, _own_part, label, axis=axis)
 
 
 def gather_for_region(x: tf.Tensor, axis: int = 1, label: str = "gather_for_region") -> tf.Tensor:
     """Enters a sharded region from sequence-parallel activations. Forward: all-gather; backward: reduce-scatter."""
-    return _region(
-        x,
-        lambda program, x: activations.all_gather(program, x, "tensor", axis, label),
-        lambda program, upstream: activations.reduce_scatter(program, upstream, "tensor", axis, f"{label}/gradient"),
-    )
+    return _region(x, activations.all_gather, activations.reduce_scatter, label, axis=axis)
 
 
 def reduce_scatter_from(x: tf.Tensor, axis: int = 1, label: str = "reduce_scatter_from") -> tf.Tensor:
@@ -121,11 +105,7 @@ def reduce_scatter_from(x: tf.Tensor, axis: int = 1, label: str = "reduce_scatte
     Raises:
         ValueError: the number of tensor ranks does not divide the size of `axis`.
     """
-    return _region(
-        x,
-        lambda program, x: activations.reduce_scatter(program, x, "tensor", axis, label),
-        lambda program, upstream: activations.all_gather(program, upstream, "tensor", axis, f"{label}/gradient"),
-    )
+    return _region(x, activations.reduce_scatter, activations.all_gather, label, axis=axis)
 
 
 def enter_region(x: tf.Tensor, sequence_parallel: bool, label: str) -> tf.Tensor:
@@ -166,10 +146,15 @@ class _Entered:
         return copy if tape.tapes_watching([copy]) >= tape.tapes_watching([x]) else None
 
 
-_Step = Callable[[RankProgram, tf.Tensor], tf.Tensor]
+# What a border does with a tensor, given (program, tensor), and how that is `sent`: mesh_axis, label and, if there is one, axis.
+_Side = Callable[..., tf.Tensor]
 
 
-def _region(x: tf.Tensor, forward: _Step, backward: _Step) -> tf.Tensor:
+def _own_part(program: RankProgram, x: tf.Tensor, axis: int, **sent: str) -> tf.Tensor:
+    return own_part(program, x, axis)
+
+
+def _region(x: tf.Tensor, forward: _Side, backward: _Side, label: str, **axis: int) -> tf.Tensor:
     program = tensor_program()
     if program is None:
         return x
@@ -177,12 +162,13 @@ def _region(x: tf.Tensor, forward: _Step, backward: _Step) -> tf.Tensor:
     @custom_gradient
     def border(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
         with program.attachment(QueueOrder).aside():
-            y = forward(program, x)
+            y = forward(program, x, mesh_axis="tensor", label=label, **axis)
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             # Shapes are forgotten on the way back, and a collective wants to know what is static.
             with tape.backward_scope(), program.attachment(QueueOrder).aside():
-                return backward(program, tf.ensure_shape(upstream, y.shape))
+                upstream = tf.ensure_shape(upstream, y.shape)
+                return backward(program, upstream, mesh_axis="tensor", label=f"{label}/gradient", **axis)
 
         return y, gradient
 

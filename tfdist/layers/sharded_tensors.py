@@ -17,14 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.layers import regions
-from tfdist.sharding.sharded_activations import ActivationShard, copy_mask, mark_shard, shard_of
-
-
-def mark(x: tf.Tensor, axis: int, size: int | None = None) -> tf.Tensor:
-    """Says that `x`, a layer's output, is this rank's part along `axis`; `shard_of` reads it."""
-    if regions.tensor_program() is not None:
-        mark_shard(x, ActivationShard(axis % x.shape.rank, size))
-    return x
+from tfdist.sharding.sharded_activations import copy_mask, shard_of
 
 
 def whole(x: Any) -> Any:

@@ -17,18 +17,6 @@ import tensorflow as tf
 
 from tfdist.layers import regions
 from tfdist.layers.einsum_axes import COLUMN, sharded_axes
-from tfdist.layers.sharded_weights import check_divisible
-
-
-def are_shared(heads: int, ranks: int) -> bool:
-    """Whether there are fewer heads of keys and values than ranks, so that some share one."""
-    return heads < ranks and ranks % heads == 0
-
-
-def check_heads(argument: str, heads: int, ranks: int, layer: str) -> None:
-    """Raises ValueError where the heads of keys and values divide the ranks neither among them, nor each among some ranks."""
-    if not are_shared(heads, ranks):
-        check_divisible(argument, heads, ranks, layer)
 
 
 class SharedHeadsEinsumDense(keras.layers.EinsumDense):

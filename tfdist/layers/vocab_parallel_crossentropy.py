@@ -3,8 +3,7 @@
     loss = log sum_v exp(l_v) - l_y
          = log sum_r sum_{v of r} exp(l_v - m) + m - l_y,    m = max_v l_v
 
-Each rank takes the maximum, the sum and, if it has it, the logit of the label, of its own part. Two messages of one number and of
-two numbers a position are all that moves, and nothing backward.
+Each rank takes the maximum, the sum and, if it has it, the logit of the label, of its own part. Backward nothing moves.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from tfdist.layers import regions, sharded_tensors
 from tfdist.layers.lora_factors import TABLE
 from tfdist.layers.sharded_weights import ShardedWeights, check_is_sharded
 from tfdist.sharding import Shard
+from tfdist.sharding.sharded_activations import ActivationShard, mark_shard
 
 
 class _VocabParallel(ShardedWeights):
@@ -99,7 +100,7 @@ class VocabParallelReversibleEmbedding(_VocabParallel, keras.layers.ReversibleEm
             return super().call(inputs, reverse=reverse)
         if reverse:
             logits = super().call(regions.copy_to(inputs, f"{self.name}/copy_to"), reverse=True)
-            logits = sharded_tensors.mark(logits, -1, self.input_dim)
+            logits = mark_shard(logits, ActivationShard(-1, self.input_dim))
             return sharded_tensors.whole(logits) if self.gather_output else logits
         found = self._lookup(inputs)
         mask = self.compute_mask(inputs)

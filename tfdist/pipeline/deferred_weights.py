@@ -19,6 +19,7 @@ from tfdist import errors, temporary
 from tfdist.collectives import rank_program
 from tfdist.mesh import current_mesh
 from tfdist.sharding import kept_placement, keras_scope, request_placement
+from tfdist.sharding.moving import made_by
 
 
 def make_on(pipe_ranks: Sequence[int], variable: keras.Variable, strategy: tf.distribute.Strategy) -> None:
@@ -66,9 +67,7 @@ def make_to_assign(variable: keras.Variable) -> None:
 
 def strategy_of(variable: keras.Variable) -> Any:
     """Returns the strategy under which a variable was made, or will be; None: under none that it tells."""
-    if is_deferred(variable):
-        return variable._initializer.strategy
-    return getattr(variable.value, "distribute_strategy", None)
+    return variable._initializer.strategy if is_deferred(variable) else made_by(variable)
 
 
 def is_deferred(variable: keras.Variable) -> bool:

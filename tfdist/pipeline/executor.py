@@ -20,18 +20,16 @@ import keras
 import tensorflow as tf
 
 from tfdist import temporary
-from tfdist.collectives import RankProgram, point_to_point
+from tfdist.collectives import point_to_point
 from tfdist.graphs import tape
 from tfdist.losses.global_losses import whole_batch
 from tfdist.losses.own_rows import OWN_ROWS
 from tfdist.pipeline.action_clock import ActionClock
 from tfdist.pipeline.gradients import GradientSum, added
-from tfdist.pipeline.microbatches import Microbatches
 from tfdist.pipeline.pace import Pace
 from tfdist.pipeline.schedules.actions import Action, Phase
 from tfdist.pipeline.schedules.dataflow import inputs_of
 from tfdist.pipeline.schedules.messages import Message, events
-from tfdist.pipeline.schedules.schedule import Schedule
 from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.pipeline.stages.stage_functions import StageCall, StageFunctions, ends_of, floats
 from tfdist.sharding.held_parameters import HeldParameters
@@ -56,7 +54,6 @@ class _Forward:
     stage_inputs: list[tf.Tensor]
     targets: list[tf.Tensor]
     ends: list[tf.Tensor]  # of its outputs, that gradients begin with
-    began: int  # how many operations the graph had before the forward
     weights: dict[Any, tf.Tensor]  # that were gathered then (stage 3), of a forward without a call
 
 
@@ -70,36 +67,30 @@ class _Gradients:
     in_turn: Sequence[tf.Operation]  # those of `made` that TensorFlow runs in the order of tracing
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
 class Executor:
     """Runs one step of a pipeline on one rank.
+
+    Args:
+        work: the step, which the executor asks about the batch: all that is neither order nor transport nor a gradient.
+        functions: which compute stages, where they can.
+        gradients: to which each backward adds those of its stage's weights.
+        clock: is read when an action starts and when it has ended.
 
     Attributes:
         pipe_rank: the rank's coordinate on the mesh axis "pipe".
         end: after `run`, operations at whose end all of the rank's actions have ended.
     """
 
-    schedule: Schedule
-    stages: Sequence[StageLayer]  # all of them; the executor computes those of its rank
-    program: RankProgram | None  # None: one device computes all stages
-    work: Step  # which the executor asks about the batch: all that is neither order nor transport nor a gradient
-    weights: Sequence[Sequence[Any]]  # by stage: the variables whose gradients are wanted
-    data: Microbatches  # of the batch; at most as many as the schedule has
-    functions: StageFunctions  # which compute stages, where they can
-    training: bool  # whether there is a backward
-    recompute: bool  # whether a forward keeps its stage's inputs only, and is computed again for the backward
-    gradients: GradientSum  # to which each backward adds those of its stage's weights
-    gathers_anew: bool = False  # whether every action gathers its stage's weights (stage 3); else one step gathers them once
-    clock: ActionClock | None = None  # is read when an action starts and when it has ended
-
-    def __post_init__(self) -> None:
-        program = self.program
+    def __init__(self, work: Step, *, functions: StageFunctions, gradients: GradientSum, clock: ActionClock | None):
+        self.work, self.functions, self.gradients, self.clock = work, functions, gradients, clock
+        self.schedule, self.data, self.training = work.schedule, work.data, work.training
+        self.stages, self.weights = work.staged.stages, work.staged.weights
+        self.program = program = work.program
         self.pipe_rank = 0 if program is None else program.mesh.coordinate(program.rank).pipe
         self._ranks = (0,) if program is None else program.group_ranks("pipe")
         self._actions = frozenset(action for actions in self.schedule.orders.values() for action in actions)
-        self._made: dict[Action, list[tf.Tensor]] = {}  # by the action, what other actions begin with, of this rank or another
-        self._arrived: dict[Action, list[tf.Tensor]] = {}  # by the action that takes it, what was received ahead of its turn
-        self._output_specs: dict[tuple[int, int], list[tf.TensorSpec]] = {}  # of the gradients that a forward's outputs will have
+        # By the action that made it, what others begin with: of this rank, or received ahead of its turn.
+        self._made: dict[Action, list[tf.Tensor]] = {}
         self._forwards: dict[tuple[int, int], _Forward] = {}
         self._to_recompute: dict[tuple[int, int], tuple[list[tf.Tensor], list[tuple[keras.Variable, tf.Tensor]]]] = {}
         self._held_back: dict[tuple[int, int], _Gradients] = {}
@@ -127,7 +118,7 @@ class Executor:
                     if isinstance(event, Message):
                         self._transfer(event)
                         continue
-                    if self._held is not None and self.gathers_anew:
+                    if self._held is not None and self.work.model.reshard_after_microbatch:
                         self._held.renew(self.end)
                     self.end = self._pace.behind(self.end, is_sent=True)
                     run_phase[action.phase](action)
@@ -148,12 +139,12 @@ class Executor:
             self.work.annotate(stage, microbatch, stage_inputs)
         self._read_clock(action, stage_inputs)
         with tf.control_dependencies(self.end):
-            if self.training and not self.recompute:
+            if self.training and not self.work.model.recompute:
                 outputs, losses = self._record(stage, microbatch, stage_inputs)
             else:
                 if self.training:
                     # What the layers write themselves: statistics, and the states of random numbers.
-                    state = [(v, tf.convert_to_tensor(v.value)) for v in stage.variables_of_operations() if not v.trainable]
+                    state = [(v, tf.convert_to_tensor(v.value)) for v in stage.variables if not v.trainable]
                     self._to_recompute[stage.index, microbatch] = (stage_inputs, state)
                 call = self.functions.call(stage, stage_inputs, self.data.fed[microbatch], has_backward=False)
                 outputs = self._traced(stage, microbatch, stage_inputs) if call is None else call.outputs
@@ -161,7 +152,6 @@ class Executor:
             self.work.observe(stage.index, microbatch, outputs, losses)
         if stage.index < len(self.stages) - 1:
             self._made[action] = outputs
-            self._output_specs[stage.index, microbatch] = [tf.TensorSpec(x.shape, x.dtype) for x in floats(outputs)]
         self._end_after([*outputs, *losses])
 
     def _backward(self, action: Action) -> None:
@@ -209,9 +199,7 @@ class Executor:
 
         A forward that `is_past` is computed from an earlier state of the stage's layers, which no traced function reads.
         """
-        began = tape.operations_so_far()
-        model_inputs = self.data.fed[microbatch]
-        call = None if is_past else self.functions.call(stage, stage_inputs, model_inputs, has_backward=True)
+        call = None if is_past else self.functions.call(stage, stage_inputs, self.data.fed[microbatch], has_backward=True)
         with tf.GradientTape() as recorder:
             recorder.watch(floats(stage_inputs) if call is None else call.ends)
             outputs = self._traced(stage, microbatch, stage_inputs) if call is None else call.outputs
@@ -220,7 +208,7 @@ class Executor:
         weights = {} if self._held is None or call is not None else self._held.wholes()
         is_last = stage.index == len(self.stages) - 1
         ends = ends_of(outputs) if is_last else floats(outputs)
-        self._forwards[stage.index, microbatch] = _Forward(recorder, call, stage_inputs, targets, ends, began, weights)
+        self._forwards[stage.index, microbatch] = _Forward(recorder, call, stage_inputs, targets, ends, weights)
         return outputs, losses
 
     def _compute_again(self, action: Action) -> None:
@@ -254,12 +242,10 @@ class Executor:
             of_inputs = forward.call.gradients_of_inputs(upstream or list(map(with_zeros, of_ends, ends)))
             of_weights = list(map(added, forward.call.gradients_of_weights(), of_losses))
         of_inputs = list(map(with_zeros, of_inputs, inputs))
-        # The gradient of a loop changes the loop's forward, and some of what it adds comes before that.
-        made = tape.operations_since(before)
-        before_forward = tape.ancestors(tape.operations_since(forward.began)[: -len(made) or None], made)
         if stage.index > 0:
             self._made[action] = of_inputs
-        made = [operation for operation in made if operation not in before_forward]
+        for_loops = tape.made_for_loops(tape.operations_since(0), before)  # which stand before the forward
+        made = [operation for operation in tape.operations_since(before) if operation not in for_loops]
         in_turn = [operation for operation in made if tape.has_a_turn(operation)] if forward.call is None else []
         return _Gradients(of_inputs, of_weights, made, in_turn)
 
@@ -270,9 +256,7 @@ class Executor:
         source = next((one for one in inputs_of(action, self._actions) if one.stage_index != action.stage_index), None)
         if source is None:
             return [] if action.phase is Phase.FORWARD else self.work.upstream(action.microbatch)
-        if self.schedule.rank_of(source.stage_index) == self.pipe_rank:
-            return self._made.pop(source)
-        return self._arrived.pop(action) if action in self._arrived else self._posted(Message(source, action))
+        return self._made.pop(source) if source in self._made else self._posted(Message(source, action))
 
     def _transfer(self, message: Message) -> None:
         """Sends a message in its turn; receives it where that has to be in turn, else `_receive` will."""
@@ -281,12 +265,13 @@ class Executor:
             for place, x in enumerate(self._made.pop(message.source)):
                 point_to_point.send_message(self.program, x, destination, f"{_label(message.source)}/{place}")
         elif point_to_point.message_transport(self.program, source).is_in_order:
-            self._arrived[message.taker] = self._posted(message)
+            self._made[message.source] = self._posted(message)
 
     def _posted(self, message: Message) -> list[tf.Tensor]:
-        stage, microbatch = self.stages[message.taker.stage_index], message.taker.microbatch
-        is_forward = message.taker.phase is Phase.FORWARD
-        specs = self.work.input_specs(stage, microbatch) if is_forward else self._output_specs[stage.index, microbatch]
+        # The inputs of a stage travel forward, the gradients of those that have any back.
+        microbatch, later = message.taker.microbatch, max(message.source.stage_index, message.taker.stage_index)
+        specs = self.work.input_specs(self.stages[later], microbatch)
+        specs = specs if message.taker.phase is Phase.FORWARD else floats(specs)
         rank, rows = self._rank_of(message.source), self.data.fed_rows[microbatch]
         # While the action before this one runs, not earlier: what is waited for has its memory already. After it, where a thread
         # would wait: that action may need it.
@@ -308,9 +293,8 @@ class Executor:
 
     def _end_after(self, made: Sequence[tf.Tensor]) -> None:
         """Says that the action ends when all of `made` exist."""
-        if not tf.executing_eagerly():
-            made = [x for x in made if x is not None]
-            self.end = [tf.group(*made)] if made else self.end
+        if made and not tf.executing_eagerly():
+            self.end = [tf.group(*made)]
 
 
 def _label(source: Action) -> str:

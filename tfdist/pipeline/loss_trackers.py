@@ -31,11 +31,8 @@ class LossTrackers:
     @contextlib.contextmanager
     def withheld(self, microbatch: int | None) -> Iterator[None]:
         """A block in which the trackers get no loss: its losses are kept as those of a microbatch (None: dropped)."""
-        if not self._trackers:
-            yield
-            return
         stand_ins = [_Losses(self._weigh) for _ in self._trackers]
-        with temporary.attributes(self._compile_loss, _metrics=stand_ins):
+        with temporary.attributes(self._compile_loss, _metrics=stand_ins) if stand_ins else contextlib.nullcontext():
             yield
         if microbatch is not None:
             self._losses.setdefault(microbatch, stand_ins)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist.collectives import RankProgram
 from tfdist.sharding.sharded_activations import mark_shard, shard_of
 
 _BORNE = ("_keras_mask", "_keras_logits")  # what Keras has put on a model's output, rows, too
@@ -29,8 +30,7 @@ class Microbatches:
     Args:
         data: the rank's batch.
         total: how many microbatches the schedule has.
-        replicas: the number of data ranks.
-        on_host: the scope in which numbers of rows are computed, such as `RankProgram.on_host`.
+        program: the rank's; None: one device computes all stages.
 
     Attributes:
         count: how many microbatches are computed, the first ones of `total`.
@@ -41,9 +41,9 @@ class Microbatches:
         may_be_empty: whether one that is computed may have no rows.
     """
 
-    def __init__(
-        self, data: Any, total: int, *, replicas: int = 1, on_host: Callable[[], AbstractContextManager[Any]] = nullcontext
-    ):
+    def __init__(self, data: Any, total: int, program: RankProgram | None):
+        replicas = 1 if program is None else program.mesh.data_parallel_size
+        on_host = contextlib.nullcontext if program is None else program.on_host
         leaves = [leaf for leaf in tf.nest.flatten(data) if tf.is_tensor(leaf)]
         self.known_rows = known = leaves[0].shape[0]
         is_short = known is not None and known < total
@@ -86,9 +86,10 @@ class Microbatches:
         return [_made_of([x], lambda whole: _slices(whole, first, self._sizes[index])) for x in outputs]
 
 
-def joined(parts: Iterable[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-    """Returns what the model has made of all rows, from what it has made of each microbatch's own."""
-    return [_made_of(of_all, lambda *of_each: tf.concat(of_each, 0)) for of_all in zip(*parts, strict=True)]
+def joined(parts: Mapping[int, Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    """Returns what the model has made of all rows, from what it has made of each microbatch's own, by number."""
+    in_order = [parts[microbatch] for microbatch in sorted(parts)]
+    return [_made_of(of_all, lambda *of_each: tf.concat(of_each, 0)) for of_all in zip(*in_order, strict=True)]
 
 
 def _made_of(outputs: Sequence[tf.Tensor], make: Callable[..., tf.Tensor]) -> tf.Tensor:

@@ -132,8 +132,9 @@ class PipelineModel(keras.Model):
         self._hides_layer_losses = False
         if module.built and blocks is None:
             self.build(None)
-        if module.compiled:
-            self._take_over_compilation()
+        if module.compiled:  # as KerasHub's tasks are from the beginning
+            self.compile(**module._compile_config.config)
+            module.compiled, module.optimizer, module._compile_loss, module._compile_metrics = False, None, None, None
 
     # Stages
 
@@ -247,12 +248,6 @@ class PipelineModel(keras.Model):
 
     def summary(self, *args: Any, **kwargs: Any) -> None:
         self.module.summary(*args, **kwargs)
-
-    def _take_over_compilation(self) -> None:
-        """Compiles this model as the model inside has been, which may compile itself when it is made, as KerasHub's tasks do."""
-        module = self.module
-        self.compile(**module._compile_config.config)
-        module.compiled, module.optimizer, module._compile_loss, module._compile_metrics = False, None, None, None
 
     # Computing
 

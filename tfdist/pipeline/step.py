@@ -40,30 +40,26 @@ class Step:
         has_loss: whether the loss and metrics are computed.
 
     Attributes:
+        staged: the model in stages, all of them; the rank computes its own.
+        program: the rank's; None: one device computes all stages.
+        data: the microbatches of the batch, at most as many as the schedule has.
         schedule: the model's; all forwards first where the loss is none that microbatches add up to.
     """
 
     def __init__(self, model: Any, data: Any, *, training: bool, has_loss: bool, clock: ActionClock | None = None):
         self._began = tape.operations_so_far()
-        self._model = model
-        self._staged: StagedModel = model.staged_for(data[0])
-        self._program: RankProgram | None = model._program()
-        self._training = training
+        self.model = model
+        self.staged: StagedModel = model.staged_for(data[0])
+        self.program: RankProgram | None = model._program()
+        self.training = training
         self._has_loss = has_loss
-        staged, program = self._staged, self._program
-        schedule, weights = staged.schedule, staged.weights
-        replicas = 1 if program is None else program.mesh.data_parallel_size
-        config = config_of(tf.distribute.get_strategy())
-        bucket_bytes = None if config is None else config.bucket_bytes
-        reshards = program is not None and config is not None and model.reshard_after_microbatch
+        program, schedule = self.program, self.staged.schedule
         x, *rest = data
-        on_host = contextlib.nullcontext if program is None else program.on_host
-        inputs = staged.module._standardize_inputs(x)
-        self._data = Microbatches((inputs, *rest), schedule.num_microbatches, replicas=replicas, on_host=on_host)
-        self._all_data = (inputs, *rest)
-        self._batch = SlicedBatch(program, self._data.rows, self._loss_on_zeros)
+        self._all_data = (self.staged.module._standardize_inputs(x), *rest)
+        self.data = Microbatches(self._all_data, schedule.num_microbatches, program)
+        self._batch = SlicedBatch(program, self.data.rows, self._loss_on_zeros)
         self._reported: list[tf.Tensor] = []
-        self._outputs: list[list[tf.Tensor]] = []
+        self._outputs: dict[int, list[tf.Tensor]] = {}  # by microbatch; a schedule may take them in any order
         self._batch_data = data
         self._metrics_wait: bool | None = None  # for the outputs of all microbatches; None: not known yet
         self._first_outputs: list[tf.Tensor] = []  # of the first microbatch, for the sizes
@@ -71,61 +67,55 @@ class Step:
             self._build_trackers()
         self._trackers = LossTrackers(model, self._batch.weigh)
         self.schedule = schedule
-        self._last_stage: list[list[tf.Tensor]] = []  # its outputs for each microbatch, where losses are of all together
+        self._last_stage: dict[int, list[tf.Tensor]] = {}  # its outputs by microbatch, where losses are of all together
         self._upstream: list[list[tf.Tensor]] | None = None
         self._is_together = has_loss and not self._adds_up()
         if self._is_together and training:
             self.schedule = ScheduleGPipe(schedule.num_stages, schedule.num_microbatches, schedule.stages_per_rank)
             if program is not None:
                 program.plan.note(program.rank, "pipeline: the losses are no means over rows, all forwards before all backwards")
+        config = config_of(tf.distribute.get_strategy())
+        is_scattered = program is not None and config is not None and model.reshard_after_microbatch
         self._executor = Executor(
-            schedule=self.schedule,
-            stages=staged.stages,
-            program=program,
-            work=self,
-            weights=weights,
-            data=self._data,
-            functions=StageFunctions(program, weights, training, bucket_bytes),
-            training=training,
-            recompute=model.recompute,
-            gradients=ScatteredSum(program, config) if reshards else GradientSum(),
-            gathers_anew=model.reshard_after_microbatch,
+            self,
+            functions=StageFunctions(program, self.staged.weights, training, None if config is None else config.bucket_bytes),
+            gradients=ScatteredSum(program, config) if is_scattered else GradientSum(),
             clock=clock,
         )
 
     def run(self) -> Step:
         """Runs this rank's part of the schedule; returns this step."""
-        with contextlib.nullcontext() if self._program is None else self._program.attachment(HeldParameters).held():
+        with contextlib.nullcontext() if self.program is None else self.program.attachment(HeldParameters).held():
             self._executor.run()
-        if self._last_stage and not self._training:
+        if self._last_stage and not self.training:
             self._loss_together()
-        self._trackers.update(self._data.known_rows)
+        self._trackers.update(self.data.known_rows)
         exempt_from_automatic_order(tape.operations_since(self._began))
         if self._metrics_wait:
             x, y, sample_weight = self._batch_data
             found = joined(self._outputs)
-            predictions = self._staged.outputs_like_model(found)
+            predictions = self.staged.outputs_like_model(found)
             with self._batch.together(self._batch_data, found):
-                self._model.compute_metrics(x, y, predictions, sample_weight=sample_weight)
+                self.model.compute_metrics(x, y, predictions, sample_weight=sample_weight)
         return self
 
     def loss(self) -> tf.Tensor:
         """Returns this replica's share of the loss of the batch, the same on all of the replica's ranks."""
         loss = tf.add_n(self._reported) if self._reported else tf.zeros([])
-        if self._program is None or self._staged.schedule.num_ranks == 1:
+        if self.program is None or self.staged.schedule.num_ranks == 1:
             return loss
         return all_reduce(loss, "pipe", label="pipe/loss")
 
     def outputs(self) -> Any:
         """Returns the model's outputs for the batch; zeros of their shapes on ranks other than the last."""
-        rows = self._data.known_rows
-        if self._staged.schedule.rank_of(self._staged.last_stage) == self._executor.pipe_rank:
+        rows = self.data.known_rows
+        if self.staged.schedule.rank_of(self.staged.last_stage) == self._executor.pipe_rank:
             flat = joined(self._outputs)
         else:
-            flat = self._zeros(tf.add_n(self._data.rows) if rows is None else rows)
+            flat = self._zeros(tf.add_n(self.data.rows) if rows is None else rows)
         # One static shape on all ranks: they may send it to each other.
-        flat = [tf.ensure_shape(x, [rows, *out.shape[1:]]) for x, out in zip(flat, self._staged.outputs, strict=True)]
-        return self._staged.outputs_like_model(flat)
+        flat = [tf.ensure_shape(x, [rows, *out.shape[1:]]) for x, out in zip(flat, self.staged.outputs, strict=True)]
+        return self.staged.outputs_like_model(flat)
 
     def gradients(self) -> list[tuple[Any, Any]]:
         """Returns (gradient, variable) of the weights of this rank's stages, summed over the microbatches.
@@ -133,18 +123,18 @@ class Step:
         The gradient of a weight that stages share is the sum over all of these stages, on each of their ranks.
         """
         found, sums = [], self._executor.gradients
-        for variable in self._staged.module.trainable_variables:
-            owners = self._staged.owners(variable)
+        for variable in self.staged.module.trainable_variables:
+            owners = self.staged.owners(variable)
             if self._executor.pipe_rank not in owners:
                 continue
             gradient = sums.of(variable)
             if len(owners) > 1:
                 gradient = self._sum_over(owners, variable, gradient, sums.shape_of(variable))
             gradient = sums.handed_out(variable, gradient)
-            found.append((gradient if self._program is not None else self._after_reads(gradient), variable))
+            found.append((gradient if self.program is not None else self._after_reads(gradient), variable))
         # A loss that depends on no weight of this rank is none of the other ranks' mistakes.
         has_any = any(gradient is not None for gradient, _ in found)
-        return found if has_any or self._staged.schedule.num_ranks == 1 else []
+        return found if has_any or self.staged.schedule.num_ranks == 1 else []
 
     def _after_reads(self, gradient: Any) -> Any:
         """Returns a gradient that exists when all actions have ended, and so have read the weights; for Keras's own optimizer.
@@ -159,7 +149,7 @@ class Step:
 
     def _sum_over(self, owners: Sequence[int], variable: Any, gradient: Any, shape: tf.TensorShape) -> tf.Tensor:
         """Returns the sum of the gradients of a weight that several ranks use, added in the same order on each of them."""
-        program, here = self._program, self._executor.pipe_rank
+        program, here = self.program, self._executor.pipe_rank
         mine = tf.zeros(shape, variable.dtype) if gradient is None else tf.convert_to_tensor(gradient)
         mine = tf.ensure_shape(mine, shape)
         ranks, label = program.group_ranks("pipe"), f"pipe/tied/{variable.path}"
@@ -177,19 +167,19 @@ class Step:
 
     def input_specs(self, stage: StageLayer, microbatch: int) -> list[tf.TensorSpec]:
         """Returns shapes and dtypes of what `stage` receives on this rank; only the number of rows may be unknown."""
-        rows = self._data.fed_size(microbatch)
-        is_of_any_size = all(x.shape[0] is None for x in self._staged.module.inputs)
+        rows = self.data.fed_size(microbatch)
+        is_of_any_size = all(x.shape[0] is None for x in self.staged.module.inputs)
         return [
             # What has a first size that is known, in a model of batches of any size, has no rows: a rotary table, say.
-            tf.TensorSpec(x.shape, x.dtype) if is_of_any_size and x.shape[:1] != (None,) else held_spec(self._program, x, rows)
+            tf.TensorSpec(x.shape, x.dtype) if is_of_any_size and x.shape[:1] != (None,) else held_spec(self.program, x, rows)
             for x in stage.stage_inputs
         ]
 
     def annotate(self, stage: StageLayer, microbatch: int, stage_inputs: Sequence[tf.Tensor]) -> None:
         """Puts on the inputs of `stage` what layers note on a tensor and no message carries, such as a Keras mask."""
         for x, tensor in zip(stage_inputs, stage.stage_inputs, strict=True):
-            mark_as_held(self._program, x, tensor)
-        self._staged.masks.put(stage.index - 1, stage_inputs, self._data.fed[microbatch])
+            mark_as_held(self.program, x, tensor)
+        self.staged.masks.put(stage.index - 1, stage_inputs, self.data.fed[microbatch])
 
     def losses(
         self, stage: StageLayer, microbatch: int, stage_inputs: Sequence[tf.Tensor], stage_outputs: list[tf.Tensor]
@@ -199,14 +189,14 @@ class Step:
             return []
         stage_index = stage.index
         with self._batch.slice(microbatch):
-            given = [x for x in (*stage_inputs, *self._data.fed[microbatch]) if isinstance(x, tf.Tensor)]
-            of_weights = map(tf.reduce_sum, self._staged.regularization(stage_index))
-            of_layers = [self._batch.of_layer(x, given, self._model) for x in stage.added_losses()]
+            given = [x for x in (*stage_inputs, *self.data.fed[microbatch]) if isinstance(x, tf.Tensor)]
+            of_weights = map(tf.reduce_sum, self.staged.regularization(stage_index))
+            of_layers = [self._batch.of_layer(x, given, self.model) for x in stage.added_losses()]
             found = [*of_layers, *map(self._batch.weigh, of_weights)]
-            if stage_index == self._staged.last_stage and not self._is_together:
+            if stage_index == self.staged.last_stage and not self._is_together:
                 self._first_outputs = self._first_outputs or stage_outputs
                 with self._trackers.withheld(microbatch):
-                    found.append(self._loss(microbatch, self._data.own_rows(microbatch, stage_outputs)))
+                    found.append(self._loss(microbatch, self.data.own_rows(microbatch, stage_outputs)))
         return found
 
     def upstream(self, microbatch: int) -> list[tf.Tensor]:
@@ -218,51 +208,52 @@ class Step:
     def observe(self, stage_index: int, microbatch: int, stage_outputs: list[tf.Tensor], losses: list[tf.Tensor]) -> None:
         """Takes note of the outputs and losses of a stage; it is called once for each stage and microbatch."""
         self._reported.extend(tf.cast(tf.stop_gradient(loss), tf.float32) for loss in losses)
-        if stage_index < self._staged.last_stage:
+        if stage_index < self.staged.last_stage:
             return
         if self._is_together:
-            self._last_stage.append(stage_outputs)
-        stage_outputs = self._data.own_rows(microbatch, stage_outputs)
+            self._last_stage[microbatch] = stage_outputs
+        stage_outputs = self.data.own_rows(microbatch, stage_outputs)
         if self._has_loss and self._metrics_wait is None:
             # What is no sum over rows, or may be none, needs all rows: outputs are kept until the step's end for that alone.
-            is_own = type(self._model).compute_metrics is not keras.Model.compute_metrics
-            self._metrics_wait = is_own or not updates.add_up_over_slices(self._model.metrics, stage_outputs)
+            is_own = type(self.model).compute_metrics is not keras.Model.compute_metrics
+            self._metrics_wait = is_own or not updates.add_up_over_slices(self.model.metrics, stage_outputs)
         if not self._has_loss or self._metrics_wait:
-            self._outputs.append([gathered(self._program, x) for x in stage_outputs])
+            self._outputs[microbatch] = [gathered(self.program, x) for x in stage_outputs]
             return
-        x, y, sample_weight = self._data[microbatch]
-        inputs, predictions = self._staged.inputs_like_model(x), self._staged.outputs_like_model(stage_outputs)
+        x, y, sample_weight = self.data[microbatch]
+        inputs, predictions = self.staged.inputs_like_model(x), self.staged.outputs_like_model(stage_outputs)
         with updates.of_one_slice():
-            self._model.compute_metrics(inputs, y, predictions, sample_weight=sample_weight)
+            self.model.compute_metrics(inputs, y, predictions, sample_weight=sample_weight)
 
     def scale(self, loss: tf.Tensor) -> tf.Tensor:
         """Returns the scalar whose gradient is taken in the place of a loss's."""
-        optimizer = self._model.optimizer
+        optimizer = self.model.optimizer
         return loss if optimizer is None else optimizer.scale_loss(loss)
 
     # Losses
 
     def _adds_up(self) -> bool:
         """Whether the model's loss is a mean over rows, and so the sum of the shares of microbatches."""
-        outputs = [tf.TensorSpec(x.shape, x.dtype) for x in self._staged.outputs]
+        outputs = [tf.TensorSpec(x.shape, x.dtype) for x in self.staged.outputs]
 
         def traced(rows: Any) -> tf.Tensor:
             with self._trackers.withheld(None):
                 return self._mean(*rows)
 
-        return is_mean_over_rows(traced, (self._all_data, outputs), self._program)
+        return is_mean_over_rows(traced, (self._all_data, outputs), self.program)
 
     def _loss_together(self) -> list[list[tf.Tensor]]:
         """Computes the loss of all microbatches together; returns its gradients by the ends of each of them."""
-        ends, weights = list(map(ends_of, self._last_stage)), self._staged.weights[self._staged.last_stage]
+        ends = [ends_of(self._last_stage[microbatch]) for microbatch in sorted(self._last_stage)]
+        weights = self.staged.weights[self.staged.last_stage]
         with tf.GradientTape() as recorder:
             recorder.watch(ends)
-            outputs = joined(self._data.own_rows(*pair) for pair in enumerate(self._last_stage))
+            outputs = joined({microbatch: self.data.own_rows(microbatch, x) for microbatch, x in self._last_stage.items()})
             with self._batch.together(self._all_data, outputs):
-                with losses_of(self._model), self._trackers.withheld(0):
+                with losses_of(self.model), self._trackers.withheld(0):
                     loss = weighted_in_gradient(self._mean(self._all_data, outputs))
                 self._reported.append(tf.cast(tf.stop_gradient(self._batch.weigh(loss)), tf.float32))
-                if not self._training:
+                if not self.training:
                     return []
                 of_ends, of_weights = recorder.gradient(self.scale(loss), [ends, weights])
         self._executor.gradients.add(weights, of_weights)
@@ -270,40 +261,40 @@ class Step:
 
     def _loss(self, microbatch: int, outputs: Sequence[tf.Tensor]) -> tf.Tensor:
         """Returns a microbatch's share of the model's loss, without the losses of layers."""
-        return self._batch.weigh(self._mean(self._data[microbatch], outputs))
+        return self._batch.weigh(self._mean(self.data[microbatch], outputs))
 
     def _mean(self, data: Any, outputs: Sequence[tf.Tensor]) -> tf.Tensor:
         """Returns the model's loss of `data`, without the losses of layers."""
-        model = self._model
+        model = self.model
         if model._compile_loss is None and type(model).compute_loss is keras.Model.compute_loss:
             return tf.zeros([])  # that of layers is all there is, which Keras, not seeing it, would miss
         x, y, sample_weight = data
-        predictions = self._staged.outputs_like_model(outputs)
+        predictions = self.staged.outputs_like_model(outputs)
         with model.without_layer_losses():
             loss = model._compute_loss(
-                x=self._staged.inputs_like_model(x), y=y, y_pred=predictions, sample_weight=sample_weight, training=self._training
+                x=self.staged.inputs_like_model(x), y=y, y_pred=predictions, sample_weight=sample_weight, training=self.training
             )
         return tf.convert_to_tensor(loss)
 
     def _loss_on_zeros(self, microbatch: int) -> None:
         """Calls the loss on zeros in the place of a microbatch's predictions, with the predictions' masks."""
-        zeros = self._zeros(self._data.rows[microbatch], self._first_outputs)
-        self._staged.masks.put(self._staged.last_stage, zeros, self._data[microbatch][0])
+        zeros = self._zeros(self.data.rows[microbatch], self._first_outputs)
+        self.staged.masks.put(self.staged.last_stage, zeros, self.data[microbatch][0])
         with self._trackers.withheld(None):
             self._loss(microbatch, zeros)
 
     def _build_trackers(self) -> None:
         """Makes the variables of losses' and metrics' trackers on all ranks, though the last one alone will use them."""
-        _, y, _ = self._data[0]
-        predictions = self._staged.outputs_like_model(self._zeros(1))
-        for part in (self._model._compile_loss, self._model._compile_metrics):
+        _, y, _ = self.data[0]
+        predictions = self.staged.outputs_like_model(self._zeros(1))
+        for part in (self.model._compile_loss, self.model._compile_metrics):
             if part is not None and not part.built:
                 part.build(y, predictions)
 
     def _zeros(self, rows: Any, like: Sequence[tf.Tensor] | None = None) -> list[tf.Tensor]:
         """Returns zeros of `rows` rows in the place of the model's outputs; other unknown sizes are those of `like`, or 1."""
         zeros = []
-        for place, tensor in enumerate(self._staged.outputs):
+        for place, tensor in enumerate(self.staged.outputs):
             sizes = [1 if like is None else tf.shape(like[place])[axis] for axis in range(len(tensor.shape))]
             known = [size if static is None else static for size, static in zip(sizes, tensor.shape, strict=True)]
             zeros.append(tf.ensure_shape(tf.zeros([rows, *known[1:]], tensor.dtype), [None, *tensor.shape[1:]]))

@@ -22,7 +22,7 @@ from tfdist.planning.operations import travels
 from tfdist.planning.rank_trace import Job, RankTrace, trace_rank
 from tfdist.planning.sent_bytes import sent_of
 from tfdist.planning.step_memory import StepMemory
-from tfdist.tensor_plans.tables import size_text
+from tfdist.tables import size_text
 
 # What gathers layers, carries gradients and passes between stages is made in scopes with the names of the plan's labels.
 _MESSAGES = re.compile(r"(^|/)(unshard|reduce_scatter|all_gather|all_reduce|pipe)/")

@@ -103,7 +103,7 @@ class ModelLayouts:
         """Returns the ranks of the pipeline that keep each weight, by its path."""
         found: dict[str, set[int]] = {}
         for stage in self.staged(pipeline * stages_per_rank).stages:
-            for variable in stage.variables_of_operations():
+            for variable in stage.variables:
                 found.setdefault(variable.path, set()).add(stage.index % pipeline)
         return {path: tuple(sorted(ranks)) for path, ranks in found.items()}
 

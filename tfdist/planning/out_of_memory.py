@@ -31,7 +31,7 @@ from tfdist.planning.traced_model import TracedModel, trace
 from tfdist.profiling import MemoryReport, memory_report
 from tfdist.runtime.out_of_memory import explained_by
 from tfdist.sharding import MeshConfig, config_of, layers_within, placements_of
-from tfdist.tensor_plans.tables import size_text, table_lines
+from tfdist.tables import size_text, table_lines
 
 _SECONDS = 60.0  # so long a model may be traced, while its job waits
 _SEARCHED = 2000  # so many things a function may reach are looked at

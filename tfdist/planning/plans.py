@@ -12,7 +12,7 @@ from tfdist.planning.hardware import Hardware
 from tfdist.planning.picture import draw
 from tfdist.planning.scaling import Training, count_text
 from tfdist.planning.search import Estimated
-from tfdist.tensor_plans.tables import size_text, table_lines
+from tfdist.tables import size_text, table_lines
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

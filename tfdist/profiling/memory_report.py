@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.mesh import short_name
 from tfdist.sharding import config_of
-from tfdist.tensor_plans.tables import size_text, table_lines
+from tfdist.tables import size_text, table_lines
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,7 @@ class ActivationShard:
 def mark_shard(x: Any, shard: ActivationShard | None) -> Any:
     """Says that `x` is this rank's `shard`, and returns it; None: it is whole."""
     if shard is not None:
-        setattr(x, _MARK, shard)
+        setattr(x, _MARK, dataclasses.replace(shard, axis=shard.axis % x.shape.rank))
     return x
 
 
@@ -62,9 +62,7 @@ def copy_mask(source: tf.Tensor, target: tf.Tensor) -> None:
 
 def shard_of_output(tensor: Any) -> ActivationShard | None:
     """Returns how the value of a symbolic Keras tensor is sharded inside replicas: as its layer's `output_shard` says."""
-    operation = tensor._keras_history.operation
-    axis_and_size = getattr(operation, "output_shard", None)
-    return None if axis_and_size is None else ActivationShard(axis_and_size.axis % len(tensor.shape), axis_and_size.size)
+    return getattr(tensor._keras_history.operation, "output_shard", None)
 
 
 def may_hold_parts(program: RankProgram | None) -> bool:

@@ -7,7 +7,7 @@ every layer of interest called within is noted as such.
 
 Nothing of the model changes: no nodes are recorded on its layers, no variable is assigned, no loss is added.
 
-Private names: `Node`, which records a call on a layer. `symbolic_call` and `_layers` have no public equal either.
+Private names: `Node`, which records a call on a layer. `symbolic_call` has no public equal either.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from keras.src.layers import layer as keras_layer
 
 from tfdist import temporary
 from tfdist.layers import elementwise
+from tfdist.sharding import layers_within
 from tfdist.tensor_plans.model_inputs import Call
+
+Shapes = tuple[tuple[int | None, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,15 +52,6 @@ class Event:
     reads_variables: bool
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class HiddenCall:
-    """A call of a layer of interest within an opaque step, by the shapes of its first input and output."""
-
-    layer: keras.Layer
-    input_shape: tuple[int | None, ...]
-    output_shape: tuple[int | None, ...]
-
-
 @dataclasses.dataclass
 class Trace:
     """What one call of the model did.
@@ -66,7 +60,8 @@ class Trace:
         inputs: the symbols that the model was called with.
         outputs: the symbols that it returned.
         events: the steps, in order.
-        hidden: calls within opaque steps, in order.
+        hidden: the layers of interest that opaque steps call, in order, each with the shapes of its first input and output; ()
+            where these are not known.
         opaque: (layer, why) of each layer whose `call` could not be followed.
         foreign_reads: layers whose weights were read while none of their calls was running.
         needs_gradient: the symbols that a gradient flows back through: trainable weights come before them.
@@ -75,7 +70,7 @@ class Trace:
     inputs: tuple[keras.KerasTensor, ...] = ()
     outputs: tuple[keras.KerasTensor, ...] = ()
     events: list[Event] = dataclasses.field(default_factory=list)
-    hidden: list[HiddenCall] = dataclasses.field(default_factory=list)
+    hidden: dict[keras.Layer, Shapes] = dataclasses.field(default_factory=dict)
     opaque: list[tuple[keras.Layer, str]] = dataclasses.field(default_factory=list)
     foreign_reads: set[keras.Layer] = dataclasses.field(default_factory=set)
     needs_gradient: set[keras.KerasTensor] = dataclasses.field(default_factory=set)
@@ -106,23 +101,6 @@ def trace(model: keras.Model, leaves: Sequence[keras.Layer], inputs: Call, *, tr
     return result
 
 
-def sublayers(layer: keras.Layer) -> list[keras.Layer]:
-    """Returns the layers that a layer holds directly, in the order in which it made them."""
-    return list(layer._layers)
-
-
-def all_layers(layer: keras.Layer) -> list[keras.Layer]:
-    """Returns a layer and those within it at any depth, each once, outer before inner."""
-    found: dict[int, keras.Layer] = {}
-    pending = [layer]
-    while pending:
-        current = pending.pop()
-        if current not in found:
-            found[current] = None
-            pending.extend(reversed(sublayers(current)))
-    return list(found)
-
-
 def first_line(error: Exception) -> str:
     """Returns an exception in one short line."""
     text = re.sub(r"\x1b\[\d+m", "", str(error))  # Keras prints in bold
@@ -133,17 +111,16 @@ def first_line(error: Exception) -> str:
 class _Recorder:
     """The state of one trace; the patched methods of Keras call it.
 
-    Layers are followed (their `call` runs on symbols) if they hold a leaf. Inside a step that is not followed, tensors are
-    TensorFlow's: `running` holds such steps, outer before inner.
+    Inside a step that is not followed, tensors are TensorFlow's: `running` holds such steps, outer before inner.
     """
 
     def __init__(self, model: keras.Model, leaves: Sequence[keras.Layer]) -> None:
         self.trace = Trace()
         self.thread = threading.get_ident()
         self.leaves = frozenset(leaves)
-        self.followed = {}
-        for layer in all_layers(model):
-            held = self.leaves.intersection(all_layers(layer)) - {layer}
+        self.followed = {}  # layers whose `call` runs on symbols, with the leaves that they hold
+        for layer in layers_within(model):
+            held = self.leaves.intersection(layers_within(layer)) - {layer}
             if held and layer not in self.leaves:
                 self.followed[layer] = held
         self.owners: dict[int, set[keras.Layer]] = {}
@@ -160,17 +137,15 @@ class _Recorder:
         """In place of `Layer.__call__`."""
         if layer not in self.leaves:
             return original(layer, *args, **kwargs)
-        if self.running:
-            with self.opaque(layer):
-                outputs = original(layer, *args, **kwargs)
-            self._hide(layer, (args, kwargs), outputs)
-            return outputs
-        # Positions and the like are computed at once, even on symbols; their way through this layer is looked for too.
-        args, kwargs = keras.tree.map_structure(self._as_symbol, (args, kwargs))
+        if not self.running:
+            # Positions and the like are computed at once, even on symbols; their way through this layer is looked for too.
+            args, kwargs = keras.tree.map_structure(self._as_symbol, (args, kwargs))
         start = len(self.trace.events)
-        outputs = original(layer, *args, **kwargs)
+        with self.opaque(layer) if self.running else contextlib.nullcontext():
+            outputs = original(layer, *args, **kwargs)
         if all(event.operation is not layer for event in self.trace.events[start:]):
-            self._hide(layer, (args, kwargs), outputs)
+            shapes = tuple(tuple(getattr(keras.tree.flatten(values)[0], "shape", ())) for values in ((args, kwargs), outputs))
+            self.trace.hidden.setdefault(layer, shapes)
         return outputs
 
     def layer_step(self, original: Callable[..., Any], layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +154,7 @@ class _Recorder:
             return original(layer, *args, **kwargs)
         if layer not in self.followed:
             return self._record(layer, functools.partial(_symbolic_call, original, layer), args, kwargs)
-        start, hidden = len(self.trace.events), len(self.trace.hidden)
+        start, hidden = len(self.trace.events), dict(self.trace.hidden)
         try:
             outputs = layer.call(*args, **kwargs)
             self._check(_symbols(outputs))
@@ -187,10 +162,10 @@ class _Recorder:
         except Exception as error:  # whatever a user's code raises when it is given symbols
             self.trace.opaque.append((layer, first_line(error)))
         # The leaves within are called again here, hidden; those that are not, by a Functional's own shape inference, are noted.
-        del self.trace.events[start:], self.trace.hidden[hidden:]
+        del self.trace.events[start:]
+        self.trace.hidden = hidden
         outputs = self._record(layer, functools.partial(original, layer), args, kwargs)
-        seen = {call.layer for call in self.trace.hidden}
-        self.trace.hidden += [HiddenCall(leaf, (), ()) for leaf in self.followed[layer] if leaf not in seen]
+        self.trace.hidden |= {leaf: () for leaf in self.followed[layer] if leaf not in self.trace.hidden}
         return outputs
 
     def operation_step(self, original: Callable[..., Any], operation: keras.Operation, *args: Any, **kwargs: Any) -> Any:
@@ -225,10 +200,6 @@ class _Recorder:
         self.trace.events.append(event)
         self.known.update(event.outputs)
         return outputs
-
-    def _hide(self, layer: keras.Layer, inputs: Any, outputs: Any) -> None:
-        shapes = (tuple(getattr(keras.tree.flatten(values)[0], "shape", ())) for values in (inputs, outputs))
-        self.trace.hidden.append(HiddenCall(layer, *shapes))
 
     def _check(self, symbols: Sequence[keras.KerasTensor]) -> None:
         if not self.known.issuperset(symbols):

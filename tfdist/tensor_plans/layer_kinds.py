@@ -18,7 +18,6 @@ from tfdist.layers.einsum_axes import COLUMN, ROW, einsum_label, sharded_axes
 from tfdist.layers.headed_layers import GROUPED_QUERY, MULTI_HEAD, HeadedLayer, computes_as, headed_layer
 from tfdist.layers.parallel_attention import parallel_class
 from tfdist.layers.sharded_weights import ShardedWeights
-from tfdist.layers.shared_heads import are_shared
 
 VOCAB, REPLICATE = "vocab", "replicate"
 ROLES = (COLUMN, ROW, VOCAB, REPLICATE)
@@ -94,14 +93,15 @@ def path_of(layer: keras.Layer) -> str:
 
 
 def obstacle(layer: keras.Layer) -> str | None:
-    """Returns why a layer of a kind that can be sharded cannot be, as it is; None if nothing is in the way."""
+    """Returns why a built layer of a kind that can be sharded cannot be, as it is; None if nothing is in the way."""
     activation = getattr(layer, "activation", None)
+    heads = kind_of(layer).heads
     reasons = {
-        "it is not built": not layer.built,
         "it is quantized": getattr(layer, "quantization_mode", None) is not None,
         "its channels are in groups": getattr(layer, "groups", 1) != 1,
         "it renormalizes batches": getattr(layer, "renorm", False),
         "its activation has weights": isinstance(activation, keras.Layer) and activation.weights,
+        "its activity regularizer would see a part of the heads only": heads and heads.activity_regularizer_of(layer),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -123,11 +123,7 @@ def sharded_sizes(layer: keras.Layer, role: str, ranks: int = 1) -> dict[str, in
     """
     kind = kind_of(layer)
     if kind.heads is not None:
-        queries, keys_values = kind.heads.heads_of(layer)
-        sizes = {kind.heads.query_heads.lstrip("_"): queries}
-        if kind.heads.key_value_heads and not are_shared(keys_values, ranks):
-            sizes[kind.heads.key_value_heads.lstrip("_")] = keys_values
-        return sizes
+        return kind.heads.sizes_of(layer, ranks)
     if role == VOCAB:
         return {}
     if kind.is_normalization:

@@ -9,7 +9,7 @@ import keras
 
 from tfdist import errors
 from tfdist.layers.sharded_weights import ShardedWeights
-from tfdist.tensor_plans import keras_tracing
+from tfdist.sharding import layers_within
 from tfdist.tensor_plans.layer_kinds import COLUMN, KINDS, REPLICATE, ROW, is_attention, path_of, roles_of, sharded_sizes
 from tfdist.tensor_plans.model_graph import ModelGraph, ShardableLayer, trace_model
 from tfdist.tensor_plans.pairing import biases_to_gather, pair
@@ -86,8 +86,8 @@ def layer_shardings(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> list
 
 def planned_roles(model: keras.Model, graph: ModelGraph, plan: TensorPlan) -> dict[keras.Layer, str]:
     """Returns the role of each layer that the plan shards; raises ValueError for a pattern or a layer that cannot be meant."""
-    layers = keras_tracing.all_layers(model)[1:]
-    parts = {part for layer in layers if is_attention(layer) for part in keras_tracing.all_layers(layer)[1:]}
+    layers = layers_within(model)[1:]
+    parts = {part for layer in layers if is_attention(layer) for part in layers_within(layer)[1:]}
     layers = [layer for layer in layers if layer not in parts]
     shardable = {known.layer for known in graph.layers}
     chosen = {layer: pattern for layer in layers if (pattern := plan.pattern_of(layer)) is not None}
@@ -96,11 +96,11 @@ def planned_roles(model: keras.Model, graph: ModelGraph, plan: TensorPlan) -> di
             raise errors.value_error(
                 "`plan` must have patterns that match a layer with weights.",
                 pattern=pattern,
-                paths=[path_of(layer) for layer in layers if layer in shardable],
+                paths=[known.path for known in graph.layers],
             )
         mine = [layer for layer, its_pattern in chosen.items() if its_pattern == pattern and layer.weights]
         # A pattern that matches a block is meant for the layers in it.
-        blocks = [layer for layer in mine if layer not in shardable and keras_tracing.sublayers(layer)]
+        blocks = [layer for layer in mine if layer not in shardable and len(layers_within(layer)) > 1]
         leaves = [layer for layer in mine if layer not in blocks]
         wrong = [layer for layer in leaves if layer not in shardable] if leaves else blocks
         if wrong and role != REPLICATE:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import keras
 
 from tfdist.layers.einsum_axes import einsum_terms
-from tfdist.tensor_plans.keras_tracing import Event, HiddenCall, Trace
+from tfdist.tensor_plans.keras_tracing import Event, Trace
 from tfdist.tensor_plans.layer_kinds import kind_of
 
 
@@ -32,9 +32,8 @@ class LayerUse:
 def seen_use(event: Event, trace: Trace) -> LayerUse:
     """Returns the use of a layer in a call that was followed."""
     batch = trace.batch_size
-    kind = kind_of(event.operation)
     # A bias of an attention's scores, (batch, heads, target, source), stays with the heads.
-    entering = [x for x in event.inputs if len(x.shape) < 4] if kind is not None and kind.returns_more else event.inputs
+    entering = [x for x in event.inputs if len(x.shape) < 4 or not kind_of(event.operation).returns_more]
     is_reverse = keras.backend.is_float_dtype(event.inputs[0].dtype)
     return LayerUse(
         gradient_elements=_elements([x for x in entering if x in trace.needs_gradient]) / batch,
@@ -43,11 +42,10 @@ def seen_use(event: Event, trace: Trace) -> LayerUse:
     )
 
 
-def hidden_use(call: HiddenCall, trace: Trace) -> LayerUse:
+def hidden_use(layer: keras.Layer, trace: Trace) -> LayerUse:
     """Returns the use of a layer in a call that was not: sizes that are not known there count as 1."""
-    batch = trace.batch_size
-    vectors = _vectors(call.layer, call.input_shape) / batch
-    return LayerUse(_size(call.input_shape) / batch, _size(call.output_shape) / batch, vectors)
+    batch, (given, returned) = trace.batch_size, trace.hidden[layer]
+    return LayerUse(_size(given) / batch, _size(returned) / batch, _vectors(layer, given) / batch)
 
 
 def _vectors(layer: keras.Layer, shape: Sequence[int | None], is_reverse: bool = False) -> float:

@@ -13,6 +13,7 @@ import keras
 
 from tfdist import errors
 from tfdist.layers.elementwise import is_elementwise_activation
+from tfdist.sharding import layers_within
 from tfdist.tensor_plans import keras_tracing
 from tfdist.tensor_plans.keras_tracing import Trace
 from tfdist.tensor_plans.layer_kinds import LOOPS, LayerKind, is_attention, kind_of, obstacle, path_of
@@ -111,29 +112,29 @@ def _opaque(traces: Sequence[Trace]) -> int:
 
 def _shardable(model: keras.Model) -> tuple[list[keras.Layer], set[keras.Layer]]:
     """Returns the layers that can be sharded, and those of them that stand in a layer that calls them in a loop."""
-    layers = keras_tracing.all_layers(model)
-    within = {inner for layer in layers if is_attention(layer) for inner in keras_tracing.all_layers(layer)[1:]}
-    looped = {inner for layer in layers if isinstance(layer, LOOPS) for inner in keras_tracing.all_layers(layer)[1:]}
+    layers = layers_within(model)
+    within = {inner for layer in layers if is_attention(layer) for inner in layers_within(layer)[1:]}
+    looped = {inner for layer in layers if isinstance(layer, LOOPS) for inner in layers_within(layer)[1:]}
     leaves = [layer for layer in layers if kind_of(layer) and layer not in within]
     return leaves, looped.intersection(leaves)
 
 
 def _in_order_of_calls(leaves: Sequence[keras.Layer], traces: Sequence[Trace]) -> list[keras.Layer]:
     order = dict.fromkeys(event.operation for trace in traces for event in trace.events if event.operation in set(leaves))
-    order |= dict.fromkeys(call.layer for trace in traces for call in trace.hidden)
+    order |= dict.fromkeys(layer for trace in traces for layer in trace.hidden)
     return list(order | dict.fromkeys(leaves))
 
 
 def _describe(layer: keras.Layer, is_in_loop: bool, traces: Sequence[Trace]) -> ShardableLayer:
     kind = kind_of(layer)
     calls = [[event for event in trace.events if event.operation is layer] for trace in traces]
-    hidden = [(call, trace) for trace in traces for call in trace.hidden if call.layer is layer]
+    hidden = [trace for trace in traces if layer in trace.hidden]
     seen = next(((events, trace) for events, trace in zip(calls, traces, strict=True) if events), None)
     uses: tuple[LayerUse, ...] = ()
     if seen is not None:
         uses = tuple(seen_use(event, seen[1]) for event in seen[0])
-    elif hidden and hidden[0][0].input_shape:
-        uses = (hidden_use(*hidden[0]),)
+    elif hidden and any(hidden[0].hidden[layer][:1]):
+        uses = (hidden_use(layer, hidden[0]),)
     reason = obstacle(layer)
     if is_in_loop:
         reason = "the layer around it runs it in a loop or replaces its weights"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -17,15 +16,6 @@ BATCH = 2  # examples, where the model does not fix their number
 OPEN_SIZES = (128, 16)
 # A subclassed model does not know its dtypes. An Embedding takes indices of any, but other steps may want integers.
 OPEN_DTYPES = ("float32", "int32")
-
-
-@dataclasses.dataclass(frozen=True)
-class InputSpec:
-    """An input of a subclassed model: its dtype is not known."""
-
-    shape: tuple[int | None, ...]
-    dtype: str | None = None
-    sparse: bool = False
 
 
 def symbolic_calls(model: keras.Model) -> Iterator[tuple[Call, int | None]]:
@@ -41,7 +31,7 @@ def symbolic_calls(model: keras.Model) -> Iterator[tuple[Call, int | None]]:
         symbols = []
         for spec in flat:
             shape = [known or (size if axis else BATCH) for axis, known in enumerate(spec.shape)]
-            symbols.append(keras.KerasTensor(shape, spec.dtype or dtype, sparse=spec.sparse))
+            symbols.append(keras.KerasTensor(shape, spec.dtype or dtype, sparse=getattr(spec, "sparse", False)))
         structure = keras.tree.pack_sequence_as(specs, symbols)
         yield (((), structure) if is_keyword else ((structure,), {})), size
 
@@ -59,9 +49,4 @@ def _input_specs(model: keras.Model) -> tuple[Any, bool]:
 
 
 def _specs(shapes: Any) -> Any:
-    """Returns the structure of specs for a structure of shapes."""
-    if isinstance(shapes, Mapping):
-        return {name: _specs(shape) for name, shape in shapes.items()}
-    if all(size is None or isinstance(size, int) for size in shapes):
-        return InputSpec(tuple(shapes))
-    return [_specs(shape) for shape in shapes]
+    return keras.tree.map_shape_structure(lambda shape: keras.InputSpec(shape=shape), shapes)

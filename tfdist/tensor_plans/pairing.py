@@ -3,8 +3,13 @@
     whole X ──► column A ──► local Y_i ──► elementwise ──► row B ──► sum over the ranks: whole Z
 
 An output may stay local if all that is ever done with it is elementwise, with other outputs that are local in the same way,
-until it enters layers sharded by row. Channels may be pooled and normalized one by one on the way. One use that needs the whole
-output (a residual, a softmax, a norm, the model's own output) and it is gathered, for all its uses.
+until it enters layers sharded by row. One use that needs the whole output (a residual, a softmax, a norm, the model's own output)
+and it is gathered, for all its uses. Layers may stand between that treat each channel by itself:
+
+    conv, column ── BatchNormalization ── relu ── pooling ── conv, row
+
+Pooling and padding do as they did before. A normalization has weights, a number for each channel: it is sharded with the channels
+that it gets, in the role "column", and cannot be sharded anywhere else.
 """
 
 from __future__ import annotations
@@ -14,10 +19,18 @@ from collections.abc import Iterable, Mapping
 
 import keras
 
-from tfdist.tensor_plans.channelwise import channel_axes
 from tfdist.tensor_plans.keras_tracing import Event, Trace
 from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, sharded_axes
 from tfdist.tensor_plans.model_graph import ModelGraph
+
+_POOLINGS = [f"{kind}Pooling{rank}D" for kind in ("Average", "Max") for rank in (1, 2, 3)]
+_GLOBAL = tuple(getattr(keras.layers, f"Global{name}") for name in _POOLINGS)
+_LOCAL = (
+    *(getattr(keras.layers, name) for name in _POOLINGS),
+    keras.layers.Cropping2D,
+    keras.layers.UpSampling2D,
+    keras.layers.ZeroPadding2D,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +78,7 @@ def biases_to_gather(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> set
             elif len(event.outputs) > 1:
                 sources[event.outputs[1]] = given | {event.operation}
         found |= frozenset().union(*(sources[x] for x in trace.outputs if x in sources))
-    hidden = {call.layer for trace in graph.traces for call in trace.hidden}
-    return returning if returning & hidden else found
+    return returning if any(returning & trace.hidden.keys() for trace in graph.traces) else found
 
 
 class Flow:
@@ -129,11 +141,14 @@ class Flow:
 def _through(event: Event, found: list[Local]) -> Local | None:
     """Returns what an elementwise step makes of inputs that are all local in the same way, and a pooling of local channels; None
     for every other step."""
-    axes = channel_axes(event.operation)
-    if axes is not None and len(event.inputs) == len(event.outputs) == 1:
+    operation = event.operation
+    if type(operation) in _GLOBAL + _LOCAL and len(event.inputs) == len(event.outputs) == 1:
         (before,), (after,) = event.inputs, event.outputs
-        own = found[0].axis == axes[0] % len(before.shape)
-        return Local(axes[1] % len(after.shape), found[0].sources) if own else None
+        channels = 1 if operation.data_format == "channels_first" else -1
+        if found[0].axis != channels % len(before.shape):
+            return None
+        is_flat = type(operation) in _GLOBAL and not operation.keepdims
+        return Local((-1 if is_flat else channels) % len(after.shape), found[0].sources)
     alike = len({part.axis for part in found}) == 1 and len({x.shape for x in (*event.inputs, *event.outputs)}) == 1
     if not (event.is_elementwise and alike and len(found) == len(event.inputs)):
         return None

@@ -9,12 +9,12 @@ from typing import Any
 import keras
 
 from tfdist import errors
-from tfdist.pipeline.deferred_weights import is_deferred, strategy_of
+from tfdist.pipeline.deferred_weights import strategy_of
 from tfdist.pipeline.model import PipelineModel
-from tfdist.sharding import Shard, config_of, kept_placement
-from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, kind_of
+from tfdist.sharding import config_of, kept_placement
+from tfdist.tables import table_lines
+from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, kind_of, sharded_weights
 from tfdist.tensor_plans.layer_shardings import LayerSharding, resolve
-from tfdist.tensor_plans.tables import table_lines
 
 
 def parallelize(model: keras.Model, plan: Mapping[str, str], print_fn: Callable[[str], Any] | None = print) -> keras.Model:
@@ -63,12 +63,13 @@ def parallelize(model: keras.Model, plan: Mapping[str, str], print_fn: Callable[
         )
     size = strategy.mesh.tensor_parallel_size
     shardings = resolve(model, plan, size)
+    done = _described(shardings, size)
     if size > 1:
         with strategy.scope():
             for sharding in shardings:
                 _apply(sharding)
     if print_fn is not None:
-        print_fn(_described(shardings, size))
+        print_fn(done)
     return model
 
 
@@ -119,20 +120,12 @@ def _described(shardings: Sequence[LayerSharding], size: int) -> str:
         return "Nothing is sharded."
     rows: list[tuple[str, ...]] = [("layer", "sharded by", "parameters", "of one rank", "output")]
     for sharding in shardings:
-        of_all = sum(math.prod(weight.shape) for weight in sharding.layer.weights)
-        of_one = sum(_of_one_rank(weight, size) for weight in sharding.layer.weights)
+        of_all = of_one = 0
+        for weight, axis in sharded_weights(sharding.layer, sharding.role, size):
+            of_all += math.prod(weight.shape)
+            of_one += math.prod(-(-length // size) if place == axis else length for place, length in enumerate(weight.shape))
         is_local = sharding.role == COLUMN and hasattr(sharding.layer, "kernel") and not sharding.gather_output
         rows.append((sharding.path, sharding.role, f"{of_all:,}", f"{of_one:,}", "sharded" if is_local else "whole"))
     header, *lines = table_lines(rows, "<<>><")
     rule = "-" * max(map(len, (header, *lines)))
     return "\n".join([f"{len(shardings)} layers are sharded over {size} tensor ranks", header, rule, *lines])
-
-
-def _of_one_rank(weight: keras.Variable, size: int) -> int:
-    """Returns how many elements a tensor rank keeps of a weight, which a pipeline makes later."""
-    if not is_deferred(weight):
-        return weight._value.layout.local_elements
-    shape, placement = list(weight.shape), kept_placement(weight).get("tensor")
-    if isinstance(placement, Shard):
-        shape[placement.axis] = -(-shape[placement.axis] // size)
-    return math.prod(shape)

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from tfdist import errors
-from tfdist.tensor_plans import keras_tracing
+from tfdist.sharding import layers_within
 from tfdist.tensor_plans.layer_kinds import ROLES, is_attention, path_of
 
 
@@ -84,7 +84,7 @@ def matches(pattern: str, layer: keras.Layer) -> bool:
         return True
     parts = [weight.path for weight in layer.weights if re.search(pattern, weight.path)]
     if is_attention(layer):
-        parts += [part.path for part in keras_tracing.all_layers(layer)[1:] if part.path and re.search(pattern, part.path)]
+        parts += [part.path for part in layers_within(layer)[1:] if part.path and re.search(pattern, part.path)]
         if parts:
             raise errors.value_error(
                 "`plan` must shard an attention layer as a whole: by its heads, which all its projections share.",
@@ -92,7 +92,7 @@ def matches(pattern: str, layer: keras.Layer) -> bool:
                 matches=parts[0],
                 fix=f'Before this pattern, give the layer itself a role: {{"{path}$": "column"}} or "replicate".',
             )
-    return bool(parts) and not keras_tracing.sublayers(layer)
+    return bool(parts) and len(layers_within(layer)) == 1
 
 
 def _check(pattern: Any, role: Any) -> None:

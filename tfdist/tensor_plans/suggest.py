@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 import keras
 
 from tfdist import errors
-from tfdist.tensor_plans import keras_tracing
+from tfdist.sharding import layers_within
+from tfdist.tables import size_text
 from tfdist.tensor_plans.layer_kinds import (
     COLUMN,
     REPLICATE,
@@ -36,7 +37,6 @@ from tfdist.tensor_plans.layer_shardings import LayerSharding, layer_shardings
 from tfdist.tensor_plans.model_graph import ModelGraph, ShardableLayer, trace_model
 from tfdist.tensor_plans.pairing import Flow
 from tfdist.tensor_plans.suggested_plan import SuggestedPlan, SuggestedSharding
-from tfdist.tensor_plans.tables import size_text
 from tfdist.tensor_plans.traffic import moved_units
 
 BREAK_EVEN_VECTORS = 256
@@ -127,10 +127,7 @@ class _Ranks:
     def possible(self, known: ShardableLayer) -> list[str]:
         """Returns the roles in which the layer can be sharded over so many ranks."""
         ranks, roles = self.tensor_parallel_size, roles_of(known.layer) if known.obstacle is None else ()
-        return [role for role in roles if not any(size % ranks for size in self.sizes(known, role).values())]
-
-    def sizes(self, known: ShardableLayer, role: str) -> dict[str, int]:
-        return sharded_sizes(known.layer, role, self.tensor_parallel_size)
+        return [role for role in roles if not any(size % ranks for size in sharded_sizes(known.layer, role, ranks).values())]
 
     def groups(self, graph: ModelGraph) -> list[_Group]:
         """Returns the roles of every set of layers that can be paired; a layer may be in several of them."""
@@ -146,16 +143,15 @@ class _Ranks:
         ]
 
     def worth(self, known: ShardableLayer, sharding: LayerSharding) -> float:
-        """Returns the state bytes that a sharding saves, less those that it moves in a step of `BREAK_EVEN_VECTORS` vectors."""
-        return self.state_bytes(known, sharding.role) - self.break_even_bytes(known, sharding)
+        saved, moved = self.balance(known, sharding)
+        return saved - moved
 
-    def state_bytes(self, known: ShardableLayer, role: str) -> float:
+    def balance(self, known: ShardableLayer, sharding: LayerSharding) -> tuple[float, float]:
+        """Returns the state bytes that a sharding saves, and those that it moves in a step of `BREAK_EVEN_VECTORS` vectors."""
         factor = STATE_PER_TRAINED_BYTE if known.layer.trainable else 1
-        return factor * saved_bytes(known.layer, role, self.tensor_parallel_size)
-
-    def break_even_bytes(self, known: ShardableLayer, sharding: LayerSharding) -> float:
         units = sum(moved_units(sharding, use) / use.vectors for use in known.uses)
-        return BREAK_EVEN_VECTORS * self.moved_bytes(known, units)
+        saved = factor * saved_bytes(known.layer, sharding.role, self.tensor_parallel_size)
+        return saved, BREAK_EVEN_VECTORS * self.moved_bytes(known, units)
 
     def moved_bytes(self, known: ShardableLayer, units: float) -> float:
         size = self.tensor_parallel_size
@@ -187,13 +183,12 @@ class _Ranks:
         if known.kind.is_normalization:
             return "its input is whole, or its output has to be"
         if not (possible := self.possible(known)):
-            sizes = [size for role in roles_of(known.layer) for size in self.sizes(known, role).items()]
-            said = ", ".join(f"{name} {size}" for name, size in sizes)
-            return f"{said}: not divisible by {self.tensor_parallel_size}"
-        sharding = max((_alone(known, role) for role in possible), key=lambda sharding: self.worth(known, sharding))
-        if self.worth(known, sharding) > 0:
+            ranks = self.tensor_parallel_size
+            sizes = [size for role in roles_of(known.layer) for size in sharded_sizes(known.layer, role, ranks).items()]
+            return f"{', '.join(f'{name} {size}' for name, size in sizes)}: not divisible by {ranks}"
+        saved, moved = max((self.balance(known, _alone(known, role)) for role in possible), key=lambda pair: pair[0] - pair[1])
+        if saved > moved:
             return "it has the path of another layer that is sharded in another way"
-        saved, moved = self.state_bytes(known, sharding.role), self.break_even_bytes(known, sharding)
         return f"saves {size_text(saved)} of state, {BREAK_EVEN_VECTORS} vectors move {size_text(moved)}"
 
 
@@ -251,7 +246,7 @@ def _one_role_per_path(graph: ModelGraph, roles: Mapping[keras.Layer, str]) -> d
 
 def _patterns(model: keras.Model, roles: Mapping[str, str]) -> dict[str, str]:
     r"""Returns patterns that give each path its role: "^block_\d+_mlp$" for all that differ in numbers only, if they agree."""
-    paths = {path_of(layer) for layer in keras_tracing.all_layers(model)[1:] if layer.weights}
+    paths = {path_of(layer) for layer in layers_within(model)[1:] if layer.weights}
     patterns: dict[str, str] = {}
     for path, role in roles.items():
         general = "^" + re.sub(r"\d+", r"\\d+", re.escape(path)) + "$"

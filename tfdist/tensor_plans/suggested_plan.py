@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from tfdist.tables import size_text, table_lines
 from tfdist.tensor_plans.plan import TensorPlan
-from tfdist.tensor_plans.tables import size_text, table_lines
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tfdist import errors
@@ -18,7 +18,6 @@ from tfdist.pipeline.schedules.dataflow import earliest_starts, held_activations
 from tfdist.pipeline.schedules.grid import Table, render_grid
 
 Orders = Mapping[int, Sequence[Action]]
-Fault = tuple[str, Sequence[Action], dict[str, Any]]  # what was expected, the actions to mark, and the rest of the message
 
 # How a microbatch goes through a stage.
 _WAYS = [{Phase.FORWARD, Phase.BACKWARD}, {Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT}]
@@ -39,15 +38,12 @@ def validate(schedule: Table | Any, *, max_in_flight: int | None = None) -> None
     table = getattr(schedule, "table", schedule)
     num_stages, num_microbatches, _ = sizes_of(table)
     orders = {rank: [action for action in row if action is not None] for rank, row in table.items()}
-    faults = itertools.chain(
-        _misplaced(orders),
-        _incomplete(orders, num_stages, num_microbatches),
-        _before_their_inputs(orders),
-        _in_a_circle(orders),
-        () if max_in_flight is None else _above(orders, max_in_flight),
-    )
-    for expected, marked, details in faults:
-        raise _error(table, expected, marked, **details)
+    _check_places(table, orders)
+    _check_complete(table, orders, num_stages, num_microbatches)
+    _check_inputs(table, orders)
+    _check_circles(table, orders)
+    if max_in_flight is not None:
+        _check_held(table, orders, max_in_flight)
 
 
 def sizes_of(table: Table) -> tuple[int, int, int]:
@@ -87,19 +83,19 @@ def sizes_of(table: Table) -> tuple[int, int, int]:
     return num_stages, 1 + max(action.microbatch for action in actions), num_stages // num_ranks
 
 
-def _misplaced(orders: Orders) -> Iterator[Fault]:
+def _check_places(table: Table, orders: Orders) -> None:
     for rank, actions in orders.items():
         for action in actions:
             place = action.stage_index % len(orders)
             if place != rank:
                 stage = f"stage {action.stage_index} belongs to rank {action.stage_index} % {len(orders)}"
-                yield f"`schedule` must run {action} on rank {place}: {stage}.", [action], {"rank": rank}
+                raise _error(table, f"`schedule` must run {action} on rank {place}: {stage}.", [action], rank=rank)
         for action, times in Counter(actions).items():
             if times > 1:
-                yield f"`schedule` must run {action} once.", [action], {"times": times}
+                raise _error(table, f"`schedule` must run {action} once.", [action], times=times)
 
 
-def _incomplete(orders: Orders, num_stages: int, num_microbatches: int) -> Iterator[Fault]:
+def _check_complete(table: Table, orders: Orders, num_stages: int, num_microbatches: int) -> None:
     phases: dict[tuple[int, int], set[Phase]] = {}
     for action in itertools.chain(*orders.values()):
         phases.setdefault((action.stage_index, action.microbatch), set()).add(action.phase)
@@ -112,20 +108,20 @@ def _incomplete(orders: Orders, num_stages: int, num_microbatches: int) -> Itera
                 f"`schedule` must take every microbatch through every stage: microbatch {microbatch} through stage "
                 f"{stage_index} by {forward} and {backward}, or by {forward}, {of_input} and {of_weight}."
             )
-            yield expected, found, {"actions": [str(action) for action in found]}
+            raise _error(table, expected, found, actions=[str(action) for action in found])
 
 
-def _before_their_inputs(orders: Orders) -> Iterator[Fault]:
+def _check_inputs(table: Table, orders: Orders) -> None:
     for rank, actions in orders.items():
         not_yet = set(actions)
         for action in actions:
             for late in inputs_of(action, not_yet):
                 expected = f"`schedule` must run {late} before {action}, which needs its result; rank {rank} runs it after."
-                yield expected, [action], {}
+                raise _error(table, expected, [action])
             not_yet.remove(action)
 
 
-def _in_a_circle(orders: Orders) -> Iterator[Fault]:
+def _check_circles(table: Table, orders: Orders) -> None:
     starts = earliest_starts(orders)
     heads = {rank: next((action for action in actions if action not in starts), None) for rank, actions in orders.items()}
     stuck = [rank for rank, head in heads.items() if head is not None]
@@ -144,10 +140,11 @@ def _in_a_circle(orders: Orders) -> Iterator[Fault]:
         behind = "" if heads[other] == needed[rank] else f", which rank {other} runs after {heads[other]}"
         links.append(f"{heads[rank]} (rank {rank}) waits for {needed[rank]}{behind}")
     expected = f"`schedule` must not let ranks wait for each other in a circle: {'; '.join(links)}."
-    yield expected, [heads[rank] for rank in circle], {"fix": "Move one of the actions that are waited for forward."}
+    marked = [heads[rank] for rank in circle]
+    raise _error(table, expected, marked, fix="Move one of the actions that are waited for forward.")
 
 
-def _above(orders: Orders, max_in_flight: int) -> Iterator[Fault]:
+def _check_held(table: Table, orders: Orders, max_in_flight: int) -> None:
     for rank, actions in orders.items():
         for action, held in zip(actions, held_activations(actions), strict=True):
             if held > max_in_flight:
@@ -156,7 +153,7 @@ def _above(orders: Orders, max_in_flight: int) -> Iterator[Fault]:
                     f"{action} rank {rank} holds {held}."
                 )
                 fix = "Run a backward (B or W) first, or allow more."
-                yield expected, [action], {"max_in_flight": max_in_flight, "fix": fix}
+                raise _error(table, expected, [action], max_in_flight=max_in_flight, fix=fix)
 
 
 def _error(table: Table, expected: str, marked: Collection[Action], **details: Any) -> ValueError:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from tfdist.pipeline.stages.costs import Cost, bytes_per_example, variable_bytes
 from tfdist.pipeline.stages.staged_model import StagedModel
+from tfdist.tables import size_text, table_lines
 
 _COLUMNS = ("stage", "rank", "layers", "FLOPs", "share", "weights", "to the next stage")
 
@@ -41,25 +42,14 @@ def report(staged: StagedModel, costs: Sequence[Cost]) -> str:
                 str(stage.index),
                 str(staged.schedule.rank_of(stage.index)),
                 first if first == last else f"{first} .. {last}",
-                _short(of_stage),
+                size_text(of_stage, ""),
                 f"{of_stage / total:.1%}",
-                f"{_short(sum(map(variable_bytes, stage.variables_of_operations())))}B",
-                "-" if is_last else f"{_short(bytes_per_example(stage.stage_outputs))}B",
+                size_text(sum(map(variable_bytes, stage.variables))),
+                "-" if is_last else size_text(bytes_per_example(stage.stage_outputs)),
             )
         )
     balance = max(flops) * len(flops) / total
     note = f"Largest stage / mean: {balance:.2f}. FLOPs of a forward pass and bytes to the next stage are those of one example."
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligns = ["<" if column == "layers" else ">" for column in _COLUMNS]
-    header, *lines = [
-        "  ".join(f"{cell:{align}{width}}" for cell, align, width in zip(row, aligns, widths, strict=True)) for row in rows
-    ]
+    header, *lines = table_lines(rows, ">><>>>>")
     rule = "-" * len(header)
     return "\n".join([header, rule, *lines, rule, note])
-
-
-def _short(count: int) -> str:
-    for prefix, scale in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if count >= scale:
-            return f"{count / scale:.2f} {prefix}"
-    return f"{count} "

@@ -39,15 +39,13 @@ def blocks_replaced(model: keras.Model, names: Sequence[str], on_call: OnCall) -
         ValueError: there is no such attribute, or it holds something else.
     """
     places = [_place(model, name) for name in names]
-    held = [attributes[name] for attributes, name in places]
-    try:
-        for (attributes, name), blocks in zip(places, held, strict=True):
+    with contextlib.ExitStack() as undo:
+        for attributes, name in places:
+            blocks = attributes[name]
+            undo.callback(attributes.__setitem__, name, blocks)
             stand_ins = [_StandIn(block, on_call) for block in layers_in(blocks)]
             attributes[name] = _chain(blocks, stand_ins) if isinstance(blocks, keras.Sequential) else stand_ins
         yield
-    finally:
-        for (attributes, name), blocks in zip(places, held, strict=True):
-            attributes[name] = blocks
 
 
 def blocks_of(model: keras.Model, names: Sequence[str]) -> list[keras.layers.Layer]:

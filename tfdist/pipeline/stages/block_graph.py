@@ -54,10 +54,12 @@ class _Watch(keras.StatelessScope):
         inputs: the model's inputs, flat.
         reads: by part, the variables that the part reads or assigns.
         symbols: the symbol that stands for each variable, by id of the variable.
+        known: the Keras tensors of the graph that is being made, by the names of their symbols here.
     """
 
     def __init__(self, model: keras.Model, names: Sequence[str], inputs: Any, training: bool):
         super().__init__(collect_losses=True, initialize_variables=False)
+        self.model, self.names, self.given = model, names, inputs
         self.calls: list[_Call] = []
         self.reads: list[dict[int, keras.Variable]] = [{}]
         self.symbols: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
@@ -70,6 +72,7 @@ class _Watch(keras.StatelessScope):
                 self.results = model(tree.pack_sequence_as(inputs, list(flat)), training=training)
 
         self.graph = tf.function(run, autograph=False).get_concrete_function(*specs).graph
+        self.known = dict(zip((x.name for x in self.inputs), tree.flatten(inputs), strict=True))
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         self._note(variable)
@@ -135,22 +138,18 @@ class _Part(keras.layers.Layer):
 
     def __init__(
         self,
-        model: keras.Model,
-        names: Sequence[str],
-        number: int,
         watch: _Watch,
-        inputs: Any,
+        number: int,
         *,
         needs: Sequence[tuple[int, int]],  # (call, place) of the blocks' outputs that are given, behind the model's inputs
         own: dict[int, keras.Variable],
         early: set[int],  # variables that code before the part reads, and the part depends on
         wanted: Sequence[int],  # places of the results that it returns
     ):
-        super().__init__(name=f"{model.name}_part_{number}", autocast=False)
+        super().__init__(name=f"{watch.model.name}_part_{number}", autocast=False)
         self._convert_input_args = False
         self.supports_masking = True
-        self._of = (model, names, watch, inputs)  # in a tuple: Keras would take the model for a layer of this one
-        self._number = number
+        self._watch, self._number = watch, number
         self._needs, self._own, self._early, self._wanted = needs, own, early, wanted
         self._losses_of_part: list[Any] = []
         self.built = True
@@ -166,12 +165,11 @@ class _Part(keras.layers.Layer):
 
     def compute_output_spec(self, given: Any, training: bool | None = None) -> list[keras.KerasTensor]:
         del given, training
-        results = self._of[2].arguments(self._number)
+        results = self._watch.arguments(self._number)
         return [keras.KerasTensor(results[place].shape, results[place].dtype) for place in self._wanted]
 
     def call(self, given: Sequence[Any], training: bool | None = None) -> list[Any]:
-        model, names, watch, inputs = self._of
-        count = len(watch.inputs)
+        watch, model, count = self._watch, self._watch.model, len(self._watch.inputs)
         known = dict(zip(self._needs, given[count:], strict=True))
         rows = tf.shape(given[0])[0]
         before, position, others = contextlib.ExitStack(), 0, {id(layer): len(layer._losses) for layer in model._flatten_layers()}
@@ -189,13 +187,18 @@ class _Part(keras.layers.Layer):
             return tree.pack_sequence_as(watch.calls[position - 1].outputs, flat)
 
         try:
-            with before, blocks_replaced(model, names, on_call):
+            with before, blocks_replaced(model, watch.names, on_call):
                 if self._number:
                     before.enter_context(_Absent(self._early))
-                made = tree.flatten(model(tree.pack_sequence_as(inputs, list(given[:count])), training=training))
+                made = tree.flatten(model(tree.pack_sequence_as(watch.given, list(given[:count])), training=training))
         except Reached as reached:
             made = tree.flatten(reached.arguments)
-        self._losses_of_part = _taken_off(model, others)
+        losses: list[Any] = []  # of the part, taken off the layers that added them
+        for layer in model._flatten_layers():
+            first = others.get(id(layer), 0)
+            losses += layer._losses[first:]
+            del layer._losses[first:]
+        self._losses_of_part = losses
         return [made[place] for place in self._wanted]
 
     def _get_own_losses(self) -> list[Any]:
@@ -215,39 +218,27 @@ def graph_of_blocks(model: keras.Model, names: Sequence[str], inputs: Any) -> ke
         ValueError: `names` name no blocks, or blocks that the model does not call.
     """
     watches = [_Watch(model, names, inputs, training) for training in (True, False)]
-    _check_calls(model, names, *watches)
+    _check_calls(*watches)
     watch = watches[0]
-    flat = tree.flatten(inputs)
-    values = [dict(zip((x.name for x in one.inputs), flat, strict=True)) for one in watches]
-    outputs: list[list[Any]] = []  # by call, symbolic Keras tensors
-    for number in range(len(watch.calls) + 1):
-        _add_part(model, names, number, watches, values, inputs, outputs)
-        if number == len(watch.calls):
-            break
-        call, arguments = watch.calls[number], [values[0].get(_name(x), x) for x in watch.arguments(number)]
+    for number, call in enumerate(watch.calls):
+        _add_part(number, watches)
+        arguments = [watch.known.get(_name(x), x) for x in watch.arguments(number)]
         args, kwargs = tree.pack_sequence_as((call.args, call.kwargs), arguments)
         kwargs.pop("training", None)  # which a stage says
         made = tree.flatten(call.block(*args, **kwargs))
-        outputs.append(made)
-        for one, known in zip(watches, values, strict=True):
+        for one in watches:
             symbols = tree.flatten(one.calls[number].outputs)
-            known.update((x.name, new) for x, new in zip(symbols, made, strict=True) if tf.is_tensor(x))
-    results = [values[0][x.name] for x in tree.flatten(watch.results)]
+            one.known.update((x.name, new) for x, new in zip(symbols, made, strict=True) if tf.is_tensor(x))
+    _add_part(len(watch.calls), watches)
+    results = [watch.known[x.name] for x in tree.flatten(watch.results)]
     return keras.Model(inputs, tree.pack_sequence_as(watch.results, results), name=f"{model.name}_of_blocks")
 
 
-def _add_part(
-    model: keras.Model,
-    names: Sequence[str],
-    number: int,
-    watches: Sequence[_Watch],
-    values: Sequence[dict[str, Any]],
-    inputs: Any,
-    outputs: Sequence[Sequence[Any]],
-) -> None:
-    """Adds the part that ends at call `number`, if something that the call takes does not exist yet, to `values`."""
+def _add_part(number: int, watches: Sequence[_Watch]) -> None:
+    """Adds the part that ends at call `number`, if something that the call takes is not known yet."""
+    model, inputs = watches[0].model, watches[0].given
     results = [watch.arguments(number) for watch in watches]
-    new = [place for place, x in enumerate(results[0]) if _name(x) and _name(x) not in values[0]]
+    new = [place for place, x in enumerate(results[0]) if _name(x) and _name(x) not in watches[0].known]
     own = {key: variable for watch in watches for key, variable in watch.reads[number].items()}
     if not new and not own:
         return
@@ -270,14 +261,16 @@ def _add_part(
             fix="Let a layer of the block draw it, or make the model a graph of layers (`keras.Model(inputs, outputs)`).",
         )
     needs = sorted(needed)
-    part = _Part(model, names, number, watches[0], inputs, needs=needs, own={**early, **own}, early=set(early), wanted=new)
-    made_here = part([*tree.flatten(inputs), *(outputs[index][place] for index, place in needs)])
-    for known, result in zip(values, results, strict=True):
-        known.update((_name(result[place]), x) for place, x in zip(new, made_here, strict=True))
+    part = _Part(watches[0], number, needs=needs, own={**early, **own}, early=set(early), wanted=new)
+    of_blocks = [tree.flatten(watches[0].calls[index].outputs)[place] for index, place in needs]
+    made_here = part([*tree.flatten(inputs), *(watches[0].known[x.name] for x in of_blocks)])
+    for watch, result in zip(watches, results, strict=True):
+        watch.known.update((_name(result[place]), x) for place, x in zip(new, made_here, strict=True))
 
 
-def _check_calls(model: keras.Model, names: Sequence[str], training: _Watch, inference: _Watch) -> None:
+def _check_calls(training: _Watch, inference: _Watch) -> None:
     """Raises if the model does not call all its blocks, in training as in inference."""
+    model, names = training.model, training.names
     called = [call.block for call in training.calls]
     missed = [block.name for block in blocks_of(model, names) if block not in called]
     if missed:
@@ -321,13 +314,3 @@ def _zeros_like(symbol: Any, rows: tf.Tensor) -> Any:
     sizes = [1 if size is None else size for size in symbol.shape]
     zeros = tf.zeros([rows, *sizes[1:]] if symbol.shape.rank else [], symbol.dtype)
     return tf.ensure_shape(zeros, symbol.shape)
-
-
-def _taken_off(model: keras.Model, before: dict[int, int]) -> list[Any]:
-    """Takes off the layers of `model` the losses beyond those that they had `before`, as many by id, and returns them."""
-    taken = []
-    for layer in model._flatten_layers():
-        count = before.get(id(layer), 0)
-        taken.extend(layer._losses[count:])
-        del layer._losses[count:]
-    return taken

@@ -60,11 +60,6 @@ class StageLayer(keras.layers.Layer):
         """Returns what the stage's layers gave `add_loss` in their last call, activity regularizers among it."""
         return [loss for layer in self._flatten_layers() for loss in layer._get_own_losses()]
 
-    def variables_of_operations(self) -> list[keras.Variable]:
-        """Returns the weights and other variables of the stage's layers, each once."""
-        found = [v for operation in self.operations if isinstance(operation, keras.layers.Layer) for v in operation.variables]
-        return list({id(variable): variable for variable in found}.values())
-
 
 def nodes_in_order(module: keras.Model) -> list[Any]:
     """Returns the nodes of a functional model in the order of computation, without the nodes of its inputs."""
@@ -87,18 +82,15 @@ def run_node(node: Any, values: Mapping[int, Any], training: bool | None) -> lis
 def split_in_stages(module: keras.Model, split_points: Sequence[int]) -> list[StageLayer]:
     """Returns the stages of a functional model, of which a new one begins before each split point of `nodes_in_order`."""
     nodes = nodes_in_order(module)
-    model_inputs = {id(tensor) for tensor in module.inputs}
     groups = [nodes[start:stop] for start, stop in itertools.pairwise([0, *split_points, len(nodes)])]
     made = {id(tensor): (stage, tensor) for stage, group in enumerate(groups) for node in group for tensor in node.outputs}
     needed_until = {id(tensor): stage for stage, group in enumerate(groups) for node in group for tensor in node.input_tensors}
     needed_until.update((id(tensor), len(groups)) for tensor in module.outputs)
     stages, stage_inputs = [], list[Any]()
     for stage, group in enumerate(groups):
+        stage_outputs = [tensor for key, (made_at, tensor) in made.items() if made_at <= stage < needed_until.get(key, -1)]
         if stage == len(groups) - 1:
             stage_outputs = list(module.outputs)
-        else:
-            passing = (key for key, (made_at, _) in made.items() if made_at <= stage < needed_until.get(key, -1))
-            stage_outputs = [made[key][1] for key in passing if key not in model_inputs]
         stages.append(StageLayer(stage, group, stage_inputs, stage_outputs, module.inputs))
         stage_inputs = stage_outputs
     return stages

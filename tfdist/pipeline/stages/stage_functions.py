@@ -297,8 +297,7 @@ class _Functions:
             for x in operation.inputs:
                 if x.name in self.weights:
                     first.setdefault(self.held.group_of(self.weights[x.name]), place)
-        begins = sorted(set(first.values()))
-        starts = sorted({begins[len(begins) * number // count] for number in range(1, count)} - {*begins[:1]}) if begins else []
+        starts = [begins[0] for begins in host_lead.in_parts(sorted(set(first.values())), count)[1:]]
         return [set(ordered[a:b]) for a, b in itertools.pairwise([0, *starts, len(ordered)]) if a < b]
 
 
@@ -334,10 +333,11 @@ def _split(gradients: Sequence[Any], count: int, bucket_bytes: int | None) -> li
     A run ends with a bucket of `bucket_bytes`, which can then leave, or lies within one.
     """
     sizes = [(x.shape.num_elements() or 0) * x.dtype.size for x in gradients]  # as they are sent, whole; 0: not known here
-    buckets = [list(range(len(gradients)))] if bucket_bytes is None else assign_buckets(sizes, bucket_bytes)
+    is_one = bucket_bytes is None or not gradients
+    buckets = [list(range(len(gradients)))] if is_one else assign_buckets(sizes, bucket_bytes)
     if len(buckets) < count:  # the last ones are cut in more: what is sent before a step's end has less to pass behind
-        pieces = [count * (place + 1) // len(buckets) - count * place // len(buckets) for place in range(len(buckets))]
-        runs = [run for bucket, number in zip(buckets, sorted(pieces), strict=True) for run in host_lead.in_parts(bucket, number)]
+        pieces = sorted(map(len, host_lead.in_parts(range(count), len(buckets))))
+        runs = [run for bucket, number in zip(buckets, pieces, strict=True) for run in host_lead.in_parts(bucket, number)]
     else:
         runs = [list(itertools.chain(*several)) for several in host_lead.in_parts(buckets, count)]
     return [tf.nest.flatten([gradients[place] for place in run], expand_composites=True) for run in runs]

@@ -39,7 +39,7 @@ class StagedModel:
         self.split_points = list(split_points)
         self._stages: dict[int, list[int]] = {}  # by variable, those that use it
         for stage in self.stages:
-            for variable in stage.variables_of_operations():
+            for variable in stage.variables:
                 self._stages.setdefault(id(variable), []).append(stage.index)
         unused = [variable.path for variable in (variables or module.variables) if not self.knows(variable)]
         if unused:
@@ -66,7 +66,7 @@ class StagedModel:
     @property
     def weights(self) -> list[list[keras.Variable]]:
         """The trainable variables that each stage uses."""
-        return [[v for v in stage.variables_of_operations() if v.trainable] for stage in self.stages]
+        return [[v for v in stage.variables if v.trainable] for stage in self.stages]
 
     @functools.cached_property
     def masks(self) -> Masks:

@@ -12,9 +12,9 @@ def table_lines(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
     return ["  ".join(map(format, row, formats)).rstrip() for row in rows]
 
 
-def size_text(count: float) -> str:
-    """Returns "1.50 MB" for a number of bytes."""
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+def size_text(count: float, unit: str = "B") -> str:
+    """Returns "1.50 MB" for a number of bytes, or of another `unit`."""
+    for prefix, scale in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count:.0f} B"
+            return f"{count / scale:.2f} {prefix}{unit}"
+    return f"{count:.0f} {unit}"
