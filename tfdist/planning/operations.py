@@ -7,6 +7,7 @@ import math
 import tensorflow as tf
 
 from tfdist.graphs import tape
+from tfdist.pipeline.stages.flops import trips
 
 # The output is the first input's buffer.
 _ALIASES = frozenset(
@@ -27,6 +28,7 @@ _IN_PLACE = frozenset(
     ).split()
 )
 CROSSENTROPIES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
+_PRODUCTS = ("MatMul", "Einsum", "Conv", "CudnnRNN")
 _INLINE = frozenset(
     (
         "BroadcastGradientArgs Const ControlTrigger EnsureShape ExpandDims Identity IdentityN NoOp Placeholder PreventGradient "
@@ -60,6 +62,11 @@ def taking_output(operation: tf.Operation) -> int | None:
     if operation.type in CROSSENTROPIES:
         return 1
     return 0 if operation.type in _IN_PLACE else None
+
+
+def is_product(operation: tf.Operation) -> bool:
+    """Whether the operation multiplies matrices, or convolves."""
+    return any(word in operation.type for word in _PRODUCTS) or operation.type in tape.LOOPS
 
 
 def is_inline(operation: tf.Operation, moved_bytes: float) -> bool:
@@ -108,19 +115,6 @@ def tensor_bytes(tensor: tf.Tensor) -> int | None:
     if tensor.dtype in (tf.resource, tf.variant, tf.string):
         return 0
     return math.prod(tensor.shape) * tensor.dtype.size if tensor.shape.is_fully_defined() else None
-
-
-def trips(loop: tf.Operation) -> int | None:
-    """Returns how often the body of a loop runs; None where that is known only when it runs."""
-    known = tf.get_static_value(loop.inputs[1])
-    if known is not None and known >= 0:
-        return int(known)
-    lists = [x.op.inputs[0].shape for x in loop.inputs if x.op.type == "TensorListFromTensor"]
-    steps = [shape[0] for shape in lists if shape.rank and shape[0] is not None]
-    if steps:
-        return max(steps)
-    of_forward = [x.op for x in loop.inputs if x.op.type in tape.LOOPS and x.op is not loop]
-    return trips(of_forward[0]) if of_forward else None
 
 
 def scratch_bytes(operation: tf.Operation) -> int:

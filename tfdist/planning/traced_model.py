@@ -19,6 +19,7 @@ from tfdist.planning.equal_layers import equal_layers, units_of
 from tfdist.planning.execution_order import CHANCE
 from tfdist.planning.layouts import ModelLayouts
 from tfdist.planning.lifetimes import Buffers, Sweep, between
+from tfdist.planning.operations import tensor_bytes
 from tfdist.planning.optimizer_slots import new_optimizer, slots_of, updates_each_alone
 from tfdist.planning.step_profile import StepProfile, profile_of
 from tfdist.planning.step_trace import trace_step
@@ -174,7 +175,8 @@ class TracedModel:
 
     def input_bytes(self, batch_size: int) -> int:
         """Returns the bytes of what the model is given in a step."""
-        return round(float(between([trace.inputs for trace in self.traces], _BATCH_SIZES, batch_size)))
+        sizes = [sum(tensor_bytes(spec) or 0 for spec in tf.nest.flatten(trace.given)) for trace in self.traces]
+        return round(float(between(sizes, _BATCH_SIZES, batch_size)))
 
     def output_bytes(self, place: int, batch_size: int) -> int:
         """Returns the bytes of what the call at `place` returns."""

@@ -18,7 +18,6 @@ from tfdist.planning.lifetimes import between
 from tfdist.planning.step_profile import owners_of
 from tfdist.planning.step_trace import StepTrace
 
-_PRODUCT = ("MatMul", "Einsum", "Conv", "CudnnRNN")
 # What a processor computes by a series, or by several rounds: element by element more than it takes to move it.
 _FUNCTIONS = frozenset(
     (
@@ -122,7 +121,7 @@ def work_of(traces: Sequence[StepTrace]) -> Work:
         places=np.array(places),
         figures=np.array([[[float(of(graph[place])) for place in places] for of in measures] for graph in graphs]),
         dtypes=np.array([_dtype(ops[place]) for place in places]),
-        is_product=np.array([_is_product(ops[place]) for place in places], bool),
+        is_product=np.array([operations.is_product(ops[place]) for place in places], bool),
         calls=owners[places],
         is_forward=np.array([place < first.forward for place in places], bool),
         is_again=_again(first, ops, owners)[places],
@@ -146,10 +145,6 @@ def _again(trace: StepTrace, ops: Sequence[tf.Operation], owners: np.ndarray) ->
 
 def _is_free(operation: tf.Operation) -> bool:
     return operation.type in operations.GIVEN or operation.type == "Const" or operations.alias_of(operation, 0) is not None
-
-
-def _is_product(operation: tf.Operation) -> bool:
-    return any(word in operation.type for word in _PRODUCT) or operation.type in tape.LOOPS
 
 
 def _dtype(operation: tf.Operation) -> str:
