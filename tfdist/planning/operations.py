@@ -1,4 +1,4 @@
-"""What operations of TensorFlow do with memory: whose output is an input's buffer, who may take one over, who runs inline."""
+"""What operations of TensorFlow do with memory: whose output is an input's buffer, and who may take one over."""
 
 from __future__ import annotations
 
@@ -29,19 +29,6 @@ _IN_PLACE = frozenset(
 )
 CROSSENTROPIES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
 _PRODUCTS = ("MatMul", "Einsum", "Conv", "CudnnRNN")
-_INLINE = frozenset(
-    (
-        "BroadcastGradientArgs Const ControlTrigger EnsureShape ExpandDims Identity IdentityN NoOp Placeholder PreventGradient "
-        "Range Rank ReadVariableOp Reshape Shape ShapeN Size Squeeze StatelessRandomGetAlg StatelessRandomGetKeyCounter "
-        "StopGradient VarHandleOp"
-    ).split()
-)
-# What the executor has measured to cost less than 8,000 cycles runs inline: about the bytes that are moved in that time.
-INLINE_BYTES = 2**16
-# Of a CPU's core, roughly: only their ratio has a part in the order.
-_FLOPS_PER_SECOND, _BYTES_PER_SECOND, _SECONDS = 40e9, 8e9, 2e-6
-# A link beside such a core, as slow as NVLink is beside an H100: 360 GB/s and 400 TFLOP/s.
-_LINK_BYTES_PER_SECOND = 36e6
 
 
 def alias_of(operation: tf.Operation, number: int) -> int | None:
@@ -67,24 +54,6 @@ def taking_output(operation: tf.Operation) -> int | None:
 def is_product(operation: tf.Operation) -> bool:
     """Whether the operation multiplies matrices, or convolves."""
     return any(word in operation.type for word in _PRODUCTS) or operation.type in tape.LOOPS
-
-
-def is_inline(operation: tf.Operation, moved_bytes: float) -> bool:
-    """Whether the executor runs the operation at once, in the thread that made it ready."""
-    return operation.type in _INLINE or moved_bytes < INLINE_BYTES
-
-
-def travels(operation: tf.Operation) -> bool:
-    """Whether bytes of the operation go to other devices, or come from there, for which no thread waits."""
-    return operation.type.startswith("Collective")
-
-
-def seconds_of(operation: tf.Operation, moved_bytes: float, flops: float) -> float:
-    """Returns about how long an operation runs, or a collective takes: what the order of operations on several threads depends
-    on."""
-    if travels(operation):
-        return _SECONDS + moved_bytes / _LINK_BYTES_PER_SECOND
-    return _SECONDS + max(moved_bytes / _BYTES_PER_SECOND, flops / _FLOPS_PER_SECOND)
 
 
 def output_bytes(operation: tf.Operation) -> list[int | None]:

@@ -13,7 +13,7 @@ from tfdist.planning.gathers import gathers_of
 from tfdist.planning.layouts import held_at_most
 from tfdist.planning.parts import parts_at
 from tfdist.planning.step_profile import StepProfile
-from tfdist.planning.traced_model import Runs, TracedModel
+from tfdist.planning.traced_model import TracedModel
 from tfdist.sharding import Shard, ShardingConfig, placements_of
 
 _DEFAULTS = ShardingConfig()
@@ -34,8 +34,7 @@ class StepMemory:
 
 def step_memory(traced: TracedModel, candidate: Candidate, microbatch: int, pipe: int) -> StepMemory:
     """Returns what a step holds on the devices at rank `pipe` of a pipeline, with `microbatch` examples at a time."""
-    runs: Runs = "apart" if candidate.pipeline > 1 else "in turn" if candidate.recompute else "whole"
-    profile = traced.profile(microbatch, candidate.tensor, runs)
+    profile = traced.profile(microbatch, candidate.tensor, is_one_graph=candidate.pipeline == 1)
     if candidate.pipeline > 1:
         return _of_stages(traced, candidate, profile, pipe)
     live = _recomputed(traced, profile) if candidate.recompute else profile.activations

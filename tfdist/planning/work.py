@@ -31,6 +31,8 @@ _FUNCTIONS = frozenset(
 _CROSSENTROPY_PASSES, _CROSSENTROPY_FUNCTIONS = 7.0, 9.0
 # How many times as long as a copy TensorFlow takes on a CPU to transpose: 2 in a process alone, 4 beside three others (AVX-512).
 _TRANSPOSING = 3.0
+# What the executor has measured to cost less than 8,000 cycles runs inline: about the bytes that are moved in that time.
+_INLINE_BYTES = 2**16
 _COMPUTED = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -81,7 +83,7 @@ class Work:
         seconds = np.maximum(moving, computing) if hardware.is_gpu else moving + computing
         seconds += (1.0 if hardware.is_gpu else _TRANSPOSING) * transposed / hardware.bytes_per_second
         each = hardware.operation_seconds
-        seconds = np.maximum(seconds, each) if hardware.is_gpu else seconds + np.where(moved < operations.INLINE_BYTES, 0.0, each)
+        seconds = np.maximum(seconds, each) if hardware.is_gpu else seconds + np.where(moved < _INLINE_BYTES, 0.0, each)
         count, traced = len(self.stands_for), np.array(self.stands_for)
         parts = (self.is_forward, ~self.is_forward, self.is_again)
         return Seconds(*(np.bincount(self.calls[chosen], seconds[chosen], count)[traced] for chosen in parts))
@@ -94,7 +96,7 @@ class Work:
             "products": flops[self.is_product].tolist(),
             "functions": float(functions.sum()),
             "moved": float((moved + _TRANSPOSING * transposed).sum()),
-            "large": int((moved >= operations.INLINE_BYTES).sum()),
+            "large": int((moved >= _INLINE_BYTES).sum()),
         }
 
 
