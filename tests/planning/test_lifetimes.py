@@ -1,10 +1,9 @@
-"""How long tensors are there: the executor's order, buffers that are taken over, shared, and kept; loops."""
+"""How long tensors are there: the order of operations, buffers that are taken over, shared, and kept; loops."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.planning.execution_order import execution_order
 from tfdist.planning.lifetimes import Sweep
 
 MEGABYTE = 2**20
@@ -20,35 +19,25 @@ def swept(function, *specs, batch_sizes=(2, 4)):
     return Sweep([one.graph for one in traces], batch_sizes, [one.name for one in traces[0].graph.outputs])
 
 
-def test_one_thread_runs_what_is_cheap_at_once_and_the_latest_of_what_is_expensive_first():
-    #      0 ── 1 (cheap)       0 makes 1, 2, 3 ready: 1 runs in its thread, 2 and 3 go to the pool, the latest in front
-    #      ├─── 2
-    #      └─── 3
-    before, runs = [[], [0], [0], [0]], [True] * 4
-    order, ends = execution_order(before, runs, [False, True, False, False], [1.0] * 4, threads=1)
-    assert order == [0, 1, 3, 2] and ends == [0, 1, 2, 3]
+def test_what_has_become_ready_runs_first_in_first_out():
+    #      exp ── tan ── +
+    #      sin ── cos ──┘
+    sweep = swept(lambda x: tf.tan(tf.exp(x)) + tf.cos(tf.sin(x)), "x")
+    order = [sweep.ops[place].type for place in sweep.at(2).steps]
+    assert [kind for kind in order if kind in ("Exp", "Sin", "Tan", "Cos")] == ["Exp", "Sin", "Tan", "Cos"]
 
 
-def test_two_threads_run_side_by_side():
-    order, ends = execution_order([[], [], [0, 1]], [True] * 3, [False] * 3, [1.0, 3.0, 1.0], threads=2)
-    assert order == [0, 1, 2] and ends == [1, 1, 2]
-    # What travels holds no thread: 2 begins beside it on the only one.
-    order, ends = execution_order([[], [], [0]], [True] * 3, [False] * 3, [5.0, 1.0, 1.0], travels={0}, threads=1)
-    assert order == [0, 1, 2] and ends == [1, 1, 2]
-    skipped, _ = execution_order([[], [], [0]], [True, False, True], [False] * 3, [1.0] * 3)
-    assert skipped == [0, 2]
+def test_each_operation_runs_after_all_that_it_waits_for():
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            end = tf.reduce_sum(tf.tanh(tf.transpose(x)) @ x)
+        return tape.gradient(end, x)
 
-
-def test_of_two_that_take_as_long_either_may_end_first():
-    #      0 ── 1 ── 3      what 1 reads is there when 2 has ended and 4 begins, and what 2 reads when 3 begins
-    #      └─── 2 ── 4
-    before, seconds = [[], [0], [0], [1], [2]], [1.0, 10.0, 10.0, 1.0, 1.0]
-    order, ends = execution_order(before, [True] * 5, [False] * 5, seconds, threads=2)
-    ends_of = dict(zip(order, ends, strict=True))
-    assert ends_of[1] >= order.index(4) and ends_of[2] >= order.index(3)
-    longer = execution_order(before, [True] * 5, [False] * 5, [1.0, 10.0, 12.0, 1.0, 1.0], threads=2)
-    ends_of = dict(zip(*longer, strict=True))
-    assert ends_of[1] < longer[0].index(4) and ends_of[2] >= longer[0].index(3)
+    sweep = swept(gradient, "x")
+    steps = sweep.at(2).steps
+    assert sorted(steps) == [place for place, runs in enumerate(sweep.runs) if runs]
+    assert all(steps.index(other) < step for step, place in enumerate(steps) for other in sweep.before[place])
 
 
 def test_elementwise_operations_write_into_dying_inputs():

@@ -165,7 +165,7 @@ def test_what_only_the_next_stage_reads_in_backward_a_stage_does_not_keep():
     rows, width = 1024, 64
     output = 4 * rows * width
     for activation, of_last in (("relu", output), (None, 0)):
-        profile = traced(functools.partial(chain, width, 4, activation)).profile(rows, runs="apart")
+        profile = traced(functools.partial(chain, width, 4, activation)).profile(rows, is_one_graph=False)
         assert list(profile.kept[1:4]) == pytest.approx([output] * 3, rel=0.01)
         assert list(profile.kept[1:4] - profile.kept_for_later[1:4]) == pytest.approx([of_last] * 3, rel=0.01, abs=64)
 
@@ -177,7 +177,7 @@ def test_an_output_that_no_layer_reads_begins_backward():
     model = keras.Model(inputs, [keras.layers.Dense(1, name="first")(x), keras.layers.Dense(1, name="second")(x)])
     model.compile("sgd", ["mse", "mse"])
     found = trace(lambda: model)
-    profile = found.profile(1024, runs="apart")
+    profile = found.profile(1024, is_one_graph=False)
     kept = {call.layer.name: kept for call, kept in zip(found.calls, profile.kept, strict=True) if call.layer is not None}
     assert kept["hidden"] == pytest.approx(4 * 1024 * 512, rel=0.01) and kept["first"] < 4 * 1024 * 512 / 16
 
@@ -189,7 +189,7 @@ def test_a_stage_adds_up_gradients_as_they_are_made():
     memory = memory_of(traced(functools.partial(chain, width, layers, "relu")), Candidate(**PIPELINE, schedule="gpipe"), 32)
     kept = 4 * (layers // 2 + 1) * output
     assert memory.gradients == layers // 2 * weights
-    assert memory.activations + memory.buffers == pytest.approx(kept + 2 * weights, abs=12 * output)
+    assert memory.activations + memory.buffers == pytest.approx(kept + 2 * weights, abs=weights / 2)
 
 
 @pytest.mark.parametrize("activation", [None, "relu"])

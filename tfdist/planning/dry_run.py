@@ -12,13 +12,12 @@ import re
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from tfdist.planning.candidate import Candidate
 from tfdist.planning.device_memory import DeviceMemory
 from tfdist.planning.lifetimes import Sweep
 from tfdist.planning.memory import in_step
-from tfdist.planning.operations import travels
+from tfdist.planning.operations import tensor_bytes
 from tfdist.planning.rank_trace import Job, RankTrace, trace_rank
 from tfdist.planning.sent_bytes import sent_of
 from tfdist.planning.step_memory import StepMemory
@@ -118,15 +117,15 @@ def _first_line(error: Exception) -> str:
 def memory_of_trace(alone: RankTrace, *, on_gpu: bool = False) -> tuple[DeviceMemory, int]:
     """Returns what a rank's device holds in a step, in the parts of `memory_of`, and how many tensors have unknown sizes."""
     graph = alone.graph
-    sweep = Sweep([graph], [1], [x.name for x in graph.outputs], [one.name for one in graph.control_outputs], on_gpu=on_gpu)
+    sweep = Sweep([graph], [1], [x.name for x in graph.outputs], [one.name for one in graph.control_outputs])
     buffers = sweep.at(1)
     live = buffers.live()
     fullest = int(np.argmax(live))
     is_there = (buffers.births <= fullest) & (buffers.deaths >= fullest)
     makers = [sweep.ops[maker] for maker in buffers.makers]
-    is_message = np.array([travels(one) or _MESSAGES.search(one.name) is not None for one in makers], bool)
+    is_message = np.array([one.type.startswith("Collective") or bool(_MESSAGES.search(one.name)) for one in makers], bool)
     messages = int(buffers.sizes[is_there & is_message].sum())
-    given = sum(math.prod(x.shape) * x.dtype.size for x in graph.inputs if x.dtype != tf.resource)  # the batch
+    given = sum(tensor_bytes(x) or 0 for x in graph.inputs)  # the batch
     held = DeviceMemory(
         alone.state.parameter_bytes + alone.state.exact_bytes, alone.state.gradient_bytes, alone.state.optimizer_bytes
     )

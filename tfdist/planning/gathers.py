@@ -9,16 +9,19 @@ output layer, too, twice. Added up before, the gradient of the output layer woul
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.graphs import tape
+from tfdist.planning.candidate import Candidate
 from tfdist.planning.equal_layers import LayerCall
-from tfdist.planning.step_trace import StepTrace
+from tfdist.planning.parts import parts_at
+from tfdist.planning.traced_model import TracedModel
 from tfdist.sharding import keras_scope, layers_within
 from tfdist.sharding.parameter_group import gathered_together
 from tfdist.sharding.units import readers_of
@@ -30,51 +33,47 @@ class Gather:
 
     Attributes:
         paths: the weights that are gathered.
+        calls: the places of the calls that read them, in order.
         again: those of them that are gathered again for backward.
         reduced: those of them that are read, and so have a gradient from here.
         first_use: the number of the first operation of backward that reads one of them.
     """
 
     paths: tuple[str, ...]
+    calls: list[int] = dataclasses.field(default_factory=list)
     again: set[str] = dataclasses.field(default_factory=set)
     reduced: set[str] = dataclasses.field(default_factory=set)
     first_use: float = float("inf")
 
 
-def gathers_of(
-    model: keras.Model,
-    trace: StepTrace,
-    local_bytes: Mapping[str, int],
-    group_bytes: int,
-    prefetch: int,
-    made_anew: Sequence[str] = (),
-    recomputed: Collection[int] = (),
-) -> list[Gather]:
+@functools.lru_cache(maxsize=64)
+def gathers_of(traced: TracedModel, tensor: int, recompute: bool, group_bytes: int, prefetch: int) -> list[Gather]:
     """Returns the gathers of forward, in order, with what is gathered again in backward.
 
     Args:
-        model: the model that was traced.
-        trace: its trace.
-        local_bytes: the bytes of each parameter on a tensor rank, by its path.
+        traced: the model.
+        tensor: over how many ranks its layers are sharded.
+        recompute: whether its blocks are computed again.
         group_bytes: the setting of the strategy.
         prefetch: the setting of the strategy.
-        made_anew: the paths of weights that are made once more when all are made, in this order: those that tensor ranks share.
-        recomputed: the places of the calls that are computed again.
     """
-    layers = _layers_in_order(model, local_bytes, made_anew)
+    parts = parts_at(traced, Candidate(tensor=tensor), 0).parts
+    local_bytes = {part.weight.path: part.bytes for part in parts if part.weight.is_parameter}
+    layers = _layers_in_order(traced.model, local_bytes, tuple(traced.layouts.axes(tensor)) if tensor > 1 else ())
     groups: dict[str, tuple[str, ...]] = {}
     gathers: list[Gather] = []
-    for path, backward in _reads(model, trace, recomputed):
+    for place, path, backward in _reads(traced, recompute):
         if path not in local_bytes:
             continue
         found = next((one for one in reversed(gathers[-prefetch - 1 :]) if path in one.paths), None)
         if found is None:
             if path not in groups:
-                place = next((place for place, (_, own) in enumerate(layers) if path in own), None)
-                members = (path,) if place is None else tuple(gathered_together(layers[place:], groups, group_bytes))
+                start = next((start for start, (_, own) in enumerate(layers) if path in own), None)
+                members = (path,) if start is None else tuple(gathered_together(layers[start:], groups, group_bytes))
                 groups.update(dict.fromkeys(members, members))
             found = Gather(groups[path])
             gathers.append(found)
+        found.calls.append(place)
         found.reduced.add(path)
         if backward is not None:
             found.again.add(path)
@@ -88,7 +87,10 @@ def gathers_of(
 def _layers_in_order(
     model: keras.Model, local_bytes: Mapping[str, int], made_anew: Sequence[str]
 ) -> list[tuple[Any, dict[str, int]]]:
-    """Returns the layers that have parameters, in the order in which they made the first, each with the bytes of its own."""
+    """Returns the layers that have parameters, in the order in which they made the first, each with the bytes of its own.
+
+    `made_anew` are the weights that are made once more when all are made, in this order: those that tensor ranks share.
+    """
     anew = {path: place for place, path in enumerate(made_anew)}
     found = []
     for layer in layers_within(model):
@@ -99,12 +101,14 @@ def _layers_in_order(
     return [(layer, sizes) for _, layer, sizes in sorted(found, key=lambda one: one[0])]
 
 
-def _reads(model: keras.Model, trace: StepTrace, recomputed: Collection[int]) -> Iterator[tuple[str, float | None]]:
+def _reads(traced: TracedModel, recompute: bool) -> Iterator[tuple[int, str, float | None]]:
     """Yields the reads of weights in forward, in order; of a call that was passed over, as in the equal one that was traced.
 
-    Each is the weight's path, and the number of the first operation of backward that reads what it returned; None: there is none.
+    Each is the place of the call, the weight's path, and the number of the first operation of backward that reads what it
+    returned; None: there is none.
     """
-    paths = {id(variable.value.handle): variable.path for variable in model.variables}
+    trace, recomputed = traced.traces[0], traced.recomputed_calls if recompute else ()
+    paths = {id(variable.value.handle): variable.path for variable in traced.model.variables}
     inside = {inner.name: paths[id(outer)] for outer, inner in trace.graph.captures if id(outer) in paths}
     operations = trace.graph.get_operations()
     numbers = {operation.name: number for number, operation in enumerate(operations)}
@@ -119,7 +123,7 @@ def _reads(model: keras.Model, trace: StepTrace, recomputed: Collection[int]) ->
             readers = [one.operation for one in readers_of(operation.outputs[0], 0, reads)]
             used = [numbers[one.name] for one in readers if tape.is_backward(one)]
             first: float | None = min((*used, *(begins for one in readers if one in again)), default=None)
-            yield renamed.get(path, path), first if source is call or first is None else math.inf
+            yield place, renamed.get(path, path), first if source is call or first is None else math.inf
 
 
 def _computed_again(

@@ -1,13 +1,16 @@
-"""How long each tensor of a traced step is in memory, in the order in which TensorFlow's executor runs the operations.
+"""How long each tensor of a traced step is in memory.
 
-A tensor is freed when the last operation that reads it has run. So the order decides what is there at once, and it differs from
-the order of the trace: see `execution_order`.
+A tensor is freed when the last operation that reads it has run. So the order of the operations decides what is there at once. It
+is about that of TensorFlow's executor, which differs from that of the trace: what has become ready runs, first in first out, and
+what backward needs of forward's tensors alone in forward. As another thread goes on meanwhile, what a large operation reads is
+there until the next one has begun.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,10 +18,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.graphs import tape
-from tfdist.pipeline.stages.flops import flops_of_operation
 from tfdist.planning import operations
-from tfdist.planning.execution_order import CHANCE, THREADS, execution_order
 from tfdist.planning.graph_optimizer import pushed_down, unchanged
+
+# What makes less is so short that it ends before another thread begins with something.
+_LARGE_BYTES = 2**16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,8 +78,6 @@ class Sweep:
         effects: the names of operations that run besides those that the results need.
         is_one_graph: whether forward and backward run in one graph, in which TensorFlow's graph optimizer may move operations
             from one to the other.
-        on_gpu: whether a GPU runs it, whose operations all cost the executor little: one thread hands them over, first in first
-            out.
 
     Attributes:
         unknown: how many tensors have sizes that are known only when they are computed: they count nothing.
@@ -91,7 +93,6 @@ class Sweep:
         results: Collection[str],
         effects: Collection[str] = (),
         is_one_graph: bool = True,
-        on_gpu: bool = False,
     ):
         every = [graph.get_operations() for graph in graphs]
         ops = every[0]
@@ -109,24 +110,46 @@ class Sweep:
         inputs = {one: list(one.inputs) for one in ops} | dict(pushed_down(ops) if is_one_graph else ())
         self._inputs = [[tensors[x.name] for x in inputs[one]] for one in ops]
         self.before = [sorted({numbers[x.op] for x in inputs[one]} | {numbers[x] for x in one.control_inputs}) for one in ops]
+        self._steps = self._order()
         self._aliases = [
             [_alias_of(one, number) if runs else None for number in range(len(one.outputs))]
             for one, runs in zip(ops, self.runs, strict=True)
         ]
-        self._on_gpu = on_gpu
         self._called: dict[str, int] = {}
-        self._travels = {place for place, one in enumerate(ops) if operations.travels(one)}
         self._batch_sizes = batch_sizes
         self._measured, unknown = zip(*(self._measure(one) for one in (every[0], every[-1])), strict=True)
         self.unknown = unknown[0]
 
+    def _order(self) -> list[int]:
+        """Returns the numbers of the operations that run, in order."""
+        after: list[list[int]] = [[] for _ in self.ops]
+        missing = [len(others) for others in self.before]
+        for place in np.flatnonzero(self.runs).tolist():
+            for other in self.before[place]:
+                after[other].append(place)
+        order = [place for place, runs in enumerate(self.runs) if runs and not missing[place]]
+        for place in order:  # which grows
+            for other in after[place]:
+                missing[other] -= 1
+                if not missing[other]:
+                    order.append(other)
+        return order
+
+    def _ends(self, sizes: np.ndarray) -> list[int]:
+        """Returns for each step the last that begins before it ends: of one that makes a large tensor, the next such one."""
+        made = [zip(self._outputs[place], self._aliases[place], strict=True) for place in self._steps]
+        most = [max((sizes[tensor] for tensor, alias in pairs if alias is None), default=0) for pairs in made]
+        ends = list(range(len(most)))
+        for step, following in itertools.pairwise(np.flatnonzero(np.array(most) >= _LARGE_BYTES).tolist()):
+            ends[step] = following
+        return ends
+
     def _measure(self, ops: Sequence[tf.Operation]) -> tuple[list[np.ndarray], int]:
-        """Returns, of one trace, bytes by tensor, bytes of scratch and FLOPs by operation; and how many sizes are not known."""
+        """Returns, of one trace, bytes by tensor, and of scratch by operation; and how many sizes are not known."""
         ran = list(zip(ops, self.runs, strict=True))
         sizes = [size for one, runs in ran for size in (operations.output_bytes(one) if runs else [0] * len(one.outputs))]
         scratch = [self._scratch_bytes(one) if runs else 0 for one, runs in ran]
-        flops = [flops_of_operation(one) if runs else 0 for one, runs in ran]
-        return [np.array(one, float) for one in ([size or 0 for size in sizes], scratch, flops)], sizes.count(None)
+        return [np.array([size or 0 for size in one], float) for one in (sizes, scratch)], sizes.count(None)
 
     def _scratch_bytes(self, operation: tf.Operation) -> int:
         """Returns the bytes that an operation holds while it runs, besides its inputs and outputs: of a call its function's."""
@@ -135,16 +158,16 @@ class Sweep:
             return operations.scratch_bytes(operation)
         if called.name not in self._called:
             effects = [one.name for one in called.control_outputs]
-            inside = Sweep([called], [1], [x.name for x in called.outputs], effects, on_gpu=self._on_gpu)
+            inside = Sweep([called], [1], [x.name for x in called.outputs], effects)
             results = sum(operations.tensor_bytes(x) or 0 for x in called.outputs)
             self._called[called.name] = max(int(inside.at(1).live().max(initial=0)) - results, 0)
         return self._called[called.name]
 
-    def at(self, batch_size: int, chance: float = CHANCE) -> Buffers:
-        """Returns the buffers of a run with so many examples; `chance` as for `execution_order`."""
+    def at(self, batch_size: int) -> Buffers:
+        """Returns the buffers of a run with so many examples."""
         figures = (between(pair, self._batch_sizes, batch_size) for pair in zip(*self._measured, strict=True))
-        sizes, scratch, flops = (np.rint(one).astype(np.int64) for one in figures)
-        steps, ends = self._order(sizes, flops, chance)
+        sizes, scratch = (np.rint(one).astype(np.int64) for one in figures)
+        steps, ends = self._steps, self._ends(sizes)
         reads = collections.Counter(tensor for place in steps for tensor in self._inputs[place])
         reads.update(self._results.values())
         held: dict[int, _Buffer | None] = {}  # by tensor
@@ -155,13 +178,13 @@ class Sweep:
                 alias = self._aliases[place][number]
                 buffer = self._taken_over(place, number, sizes, held) if alias is None else held[own[alias]]
                 if alias is None and buffer is None and sizes[tensor]:
-                    buffer = _Buffer(sizes[tensor], step, ends[step], place)
+                    buffer = _Buffer(sizes[tensor], step, step, place)
                     made.append(buffer)
                 held[tensor] = buffer
                 if buffer is not None:
                     buffer.waiting += reads[tensor]
             if scratch[place]:
-                made.append(_Buffer(scratch[place], step, ends[step], place))
+                made.append(_Buffer(scratch[place], step, step, place))
             for buffer in (held[tensor] for tensor in own):
                 if buffer is not None:
                     buffer.waiting -= 1
@@ -186,15 +209,6 @@ class Sweep:
                 if one is not None and one.size == size and own.count(one) == one.waiting:
                     return one
         return None
-
-    def _order(self, sizes: np.ndarray, flops: np.ndarray, chance: float) -> tuple[list[int], list[int]]:
-        moved = [float(sum(sizes[x] for x in (*read, *made))) for read, made in zip(self._inputs, self._outputs, strict=True)]
-        inline, seconds = [], []
-        for one, size, count in zip(self.ops, moved, flops.tolist(), strict=True):
-            inline.append(self._on_gpu or operations.is_inline(one, size))
-            seconds.append(operations.seconds_of(one, size, count))
-        threads = 1 if self._on_gpu else THREADS
-        return execution_order(self.before, self.runs, inline, seconds, self._travels, threads, chance)
 
 
 def between(figures: Any, batch_sizes: Sequence[int], batch_size: float) -> Any:

@@ -1,4 +1,4 @@
-"""What operations of TensorFlow do with memory: whose output is an input's buffer, who may take one over, who runs inline."""
+"""What operations of TensorFlow do with memory: whose output is an input's buffer, and who may take one over."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import tensorflow as tf
 
 from tfdist.graphs import tape
+from tfdist.pipeline.stages.flops import trips
 
 # The output is the first input's buffer.
 _ALIASES = frozenset(
@@ -27,19 +28,7 @@ _IN_PLACE = frozenset(
     ).split()
 )
 CROSSENTROPIES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
-_INLINE = frozenset(
-    (
-        "BroadcastGradientArgs Const ControlTrigger EnsureShape ExpandDims Identity IdentityN NoOp Placeholder PreventGradient "
-        "Range Rank ReadVariableOp Reshape Shape ShapeN Size Squeeze StatelessRandomGetAlg StatelessRandomGetKeyCounter "
-        "StopGradient VarHandleOp"
-    ).split()
-)
-# What the executor has measured to cost less than 8,000 cycles runs inline: about the bytes that are moved in that time.
-INLINE_BYTES = 2**16
-# Of a CPU's core, roughly: only their ratio has a part in the order.
-_FLOPS_PER_SECOND, _BYTES_PER_SECOND, _SECONDS = 40e9, 8e9, 2e-6
-# A link beside such a core, as slow as NVLink is beside an H100: 360 GB/s and 400 TFLOP/s.
-_LINK_BYTES_PER_SECOND = 36e6
+_PRODUCTS = ("MatMul", "Einsum", "Conv", "CudnnRNN")
 
 
 def alias_of(operation: tf.Operation, number: int) -> int | None:
@@ -62,22 +51,9 @@ def taking_output(operation: tf.Operation) -> int | None:
     return 0 if operation.type in _IN_PLACE else None
 
 
-def is_inline(operation: tf.Operation, moved_bytes: float) -> bool:
-    """Whether the executor runs the operation at once, in the thread that made it ready."""
-    return operation.type in _INLINE or moved_bytes < INLINE_BYTES
-
-
-def travels(operation: tf.Operation) -> bool:
-    """Whether bytes of the operation go to other devices, or come from there, for which no thread waits."""
-    return operation.type.startswith("Collective")
-
-
-def seconds_of(operation: tf.Operation, moved_bytes: float, flops: float) -> float:
-    """Returns about how long an operation runs, or a collective takes: what the order of operations on several threads depends
-    on."""
-    if travels(operation):
-        return _SECONDS + moved_bytes / _LINK_BYTES_PER_SECOND
-    return _SECONDS + max(moved_bytes / _BYTES_PER_SECOND, flops / _FLOPS_PER_SECOND)
+def is_product(operation: tf.Operation) -> bool:
+    """Whether the operation multiplies matrices, or convolves."""
+    return any(word in operation.type for word in _PRODUCTS) or operation.type in tape.LOOPS
 
 
 def output_bytes(operation: tf.Operation) -> list[int | None]:
@@ -108,19 +84,6 @@ def tensor_bytes(tensor: tf.Tensor) -> int | None:
     if tensor.dtype in (tf.resource, tf.variant, tf.string):
         return 0
     return math.prod(tensor.shape) * tensor.dtype.size if tensor.shape.is_fully_defined() else None
-
-
-def trips(loop: tf.Operation) -> int | None:
-    """Returns how often the body of a loop runs; None where that is known only when it runs."""
-    known = tf.get_static_value(loop.inputs[1])
-    if known is not None and known >= 0:
-        return int(known)
-    lists = [x.op.inputs[0].shape for x in loop.inputs if x.op.type == "TensorListFromTensor"]
-    steps = [shape[0] for shape in lists if shape.rank and shape[0] is not None]
-    if steps:
-        return max(steps)
-    of_forward = [x.op for x in loop.inputs if x.op.type in tape.LOOPS and x.op is not loop]
-    return trips(of_forward[0]) if of_forward else None
 
 
 def scratch_bytes(operation: tf.Operation) -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 
@@ -23,7 +22,7 @@ import tensorflow as tf
 
 from tfdist.compression import Compressor, compressor_of
 from tfdist.planning.candidate import Candidate
-from tfdist.planning.gathers import Gather, gathers_of
+from tfdist.planning.gathers import gathers_of
 from tfdist.planning.parts import Part, parts_at
 from tfdist.planning.traced_model import TracedModel
 from tfdist.sharding import ShardingConfig, travels_exactly
@@ -67,7 +66,7 @@ def _over_data(traced: TracedModel, candidate: Candidate, pipe: int, config: Sha
     gathered = {one.weight.path: _bytes(one, rounding, size) for one in parts if one.weight.is_parameter}
     whole = sum(gathered.values())
     if candidate.zero_stage == 3 and candidate.pipeline == 1:
-        gathers = _gathers(traced, candidate.tensor, config.group_bytes, config.prefetch, candidate.recompute)
+        gathers = gathers_of(traced, candidate.tensor, candidate.recompute, config.group_bytes, config.prefetch)
         whole = sum(gathered[path] for one in gathers for path in (*one.paths, *one.again))
         reads = collections.Counter(path for one in gathers for path in one.reduced)  # as often its gradient is reduced
         reduced = [one for one in trained for _ in range(max(reads[one.weight.path], 1))]
@@ -97,15 +96,6 @@ def _bytes(part: Part, compressor: Compressor | None, size: int) -> int:
     if compressor is None or travels_exactly(part.weight.shape):
         return part.stored(True) * size
     return compressor.bytes_of(part.shard) * size
-
-
-@functools.lru_cache(maxsize=64)
-def _gathers(traced: TracedModel, tensor: int, group_bytes: int, prefetch: int, recompute: bool) -> list[Gather]:
-    parts = parts_at(traced, Candidate(tensor=tensor), 0).parts
-    local = {part.weight.path: part.bytes for part in parts if part.weight.is_parameter}
-    made_anew = tuple(traced.layouts.axes(tensor)) if tensor > 1 else ()
-    recomputed = traced.recomputed_calls if recompute else ()
-    return gathers_of(traced.model, traced.traces[0], local, group_bytes, prefetch, made_anew, recomputed)
 
 
 def _small(traced: TracedModel, candidate: Candidate, parts: Sequence[Part]) -> float:

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tfdist.planning.candidate import Candidate
+from tfdist.planning.gathers import gathers_of
 from tfdist.planning.layouts import held_at_most
-from tfdist.planning.parts import Part, RankParts, parts_at
+from tfdist.planning.parts import parts_at
 from tfdist.planning.step_profile import StepProfile
-from tfdist.planning.traced_model import Runs, TracedModel
-from tfdist.sharding import Shard, ShardingConfig, layers_within, placements_of
+from tfdist.planning.traced_model import TracedModel
+from tfdist.sharding import Shard, ShardingConfig, placements_of
 
 _DEFAULTS = ShardingConfig()
 
@@ -33,15 +34,14 @@ class StepMemory:
 
 def step_memory(traced: TracedModel, candidate: Candidate, microbatch: int, pipe: int) -> StepMemory:
     """Returns what a step holds on the devices at rank `pipe` of a pipeline, with `microbatch` examples at a time."""
-    runs: Runs = "apart" if candidate.pipeline > 1 else "in turn" if candidate.recompute else "whole"
-    profile = traced.profile(microbatch, candidate.tensor, runs)
+    profile = traced.profile(microbatch, candidate.tensor, is_one_graph=candidate.pipeline == 1)
     if candidate.pipeline > 1:
         return _of_stages(traced, candidate, profile, pipe)
     live = _recomputed(traced, profile) if candidate.recompute else profile.activations
     buffers = np.zeros(len(live), np.int64)
     if candidate.data > 1:
-        sent = _gathered if candidate.zero_stage == 3 else _messages
-        buffers = sent(traced, profile, candidate.tensor)
+        is_gathered, tensor = candidate.zero_stage == 3, candidate.tensor
+        buffers = _gathered(traced, profile, tensor, candidate.recompute) if is_gathered else _messages(traced, profile, tensor)
     together = live + _gradients(traced, candidate, profile) + buffers
     fullest = int(np.argmax(together))
     return StepMemory(int(together[fullest]), int(buffers[fullest]))
@@ -62,12 +62,13 @@ def _updated(traced: TracedModel, candidate: Candidate, profile: StepProfile, si
     A shard is there until it has been reduced, and then updates its weights: by the time at which the gradients of the second
     group after it are made, which wait for it.
     """
-    groups = _groups(traced, parts_at(traced, candidate, 0))
+    gathers = gathers_of(traced, candidate.tensor, candidate.recompute, _DEFAULTS.group_bytes, _DEFAULTS.prefetch)
+    numbers = {path: number for number in reversed(range(len(gathers))) for path in gathers[number].paths}
     gone = np.zeros(len(profile.activations) + 2, np.int64)
-    for group, later in zip(groups[2:], groups, strict=False):
-        end = _window(profile, later.calls)[3]
-        for place in (part.place for part in group.parts if part.place is not None and profile.gradients[part.place] >= 0):
-            gone[max(end, int(profile.gradients[place])) + 1] += sizes[place]
+    for place, size in sizes.items():
+        number, made = numbers.get(traced.trained[place].path, 0), int(profile.gradients[place])
+        if number >= 2 and made >= 0:
+            gone[max(_window(profile, gathers[number - 2].calls)[3], made) + 1] += size
     return np.cumsum(gone)[: len(profile.activations)]
 
 
@@ -102,7 +103,7 @@ def _messages(traced: TracedModel, profile: StepProfile, tensor: int) -> np.ndar
 
 
 @functools.lru_cache(maxsize=64)
-def _gathered(traced: TracedModel, profile: StepProfile, tensor: int) -> np.ndarray:
+def _gathered(traced: TracedModel, profile: StepProfile, tensor: int, recompute: bool) -> np.ndarray:
     """Returns the bytes, during each operation, of layers that are gathered and of whole gradients on their way: stage 3.
 
     A group is gathered when the one `prefetch + 1` before it has been read, and dropped when it has been read itself; its whole
@@ -110,20 +111,21 @@ def _gathered(traced: TracedModel, profile: StepProfile, tensor: int) -> np.ndar
     and the gradients of one; without it operations of several layers run among each other.
     """
     live = np.zeros(len(profile.activations) + 1, np.int64)
-    groups, ahead = _groups(traced, parts_at(traced, Candidate(tensor=tensor), 0)), _DEFAULTS.prefetch + 1
-    windows = [_window(profile, group.calls) for group in groups]
+    gathers, ahead = gathers_of(traced, tensor, recompute, _DEFAULTS.group_bytes, _DEFAULTS.prefetch), _DEFAULTS.prefetch + 1
+    windows = [_window(profile, one.calls) for one in gathers]
+    by_path = parts_at(traced, Candidate(tensor=tensor), 0).by_path
+    sizes = [sum(by_path[path].bytes for path in one.paths) for one in gathers]
 
     def add(size: int, start: int, stop: int) -> None:
         if start <= stop:
             live[start] += size
             live[stop + 1] -= size
 
-    for place, (group, (_, forward, begin, end)) in enumerate(zip(groups, windows, strict=True)):
-        add(group.size, windows[place - ahead][1] + 1 if place >= ahead else 0, forward)
+    for place, (size, (_, forward, begin, end)) in enumerate(zip(sizes, windows, strict=True)):
+        add(size, windows[place - ahead][1] + 1 if place >= ahead else 0, forward)
         later = windows[place + ahead :]
-        add(group.size, min(later[0][3] + 1 if later else profile.forward, begin), end)
-        add(group.size, begin, windows[place - 1][3] if place else len(live) - 2)
-    sizes = [group.size for group in groups]
+        add(size, min(later[0][3] + 1 if later else profile.forward, begin), end)
+        add(size, begin, windows[place - 1][3] if place else len(live) - 2)
     at_once = max((sum(sizes[start : start + ahead]) for start in range(len(sizes))), default=0)
     return np.minimum(np.cumsum(live)[:-1], at_once + max(sizes, default=0))
 
@@ -133,35 +135,6 @@ def _window(profile: StepProfile, calls: Sequence[int]) -> tuple[int, int, int, 
     first, last, begin, end = (profile.windows[list(calls), side] for side in range(4))
     latest = len(profile.activations) - 1
     return int(first.min()), int(last.max()), min(int(begin.min()), latest), min(int(end.max()), latest)
-
-
-@dataclasses.dataclass
-class _Group:
-    """Layers that are gathered together: the places of their calls, their weights, and their bytes."""
-
-    calls: list[int] = dataclasses.field(default_factory=list)
-    parts: list[Part] = dataclasses.field(default_factory=list)
-    size: int = 0
-
-
-def _groups(traced: TracedModel, rank: RankParts) -> list[_Group]:
-    """Returns what is gathered at once: a layer, or small ones that follow each other."""
-    by_path = rank.by_path
-    groups: list[_Group] = []
-    seen: set[str] = set()
-    for place, call in enumerate(traced.calls):
-        for layer in layers_within(call.layer):
-            own = [by_path[v.path] for v in layer._trainable_variables if v.path in by_path and v.path not in seen]
-            seen.update(part.weight.path for part in own)
-            size = sum(part.bytes for part in own if part.weight.is_parameter)
-            if not size:
-                continue
-            if not groups or groups[-1].size + size > _DEFAULTS.group_bytes:
-                groups.append(_Group())
-            groups[-1].calls.append(place)
-            groups[-1].parts += own
-            groups[-1].size += size
-    return groups
 
 
 def _of_stages(traced: TracedModel, candidate: Candidate, profile: StepProfile, pipe: int) -> StepMemory:

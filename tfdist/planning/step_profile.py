@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -79,38 +80,36 @@ def profile_of(trace: StepTrace, sweep: Sweep, buffers: Buffers, paths: Sequence
 
 
 def owners_of(trace: StepTrace) -> np.ndarray:
-    """Returns for each operation of the graph the place of the call that it belongs to.
-
-    The tape names the operations of a gradient after the operation of forward that it is of, or puts them in its scope.
-    """
-    ops = trace.graph.get_operations()
-    owners = np.zeros(len(ops), np.int64)
+    """Returns for each operation of the graph the place of the call that it belongs to: one without a source, that before it."""
+    sources = sources_of(trace)
+    owners = np.zeros(len(sources), np.int64)
     for place, call in enumerate(trace.calls):
         owners[call.start :] = place
-    scopes = _owners_of_scopes({one.name: int(owners[number]) for number, one in enumerate(ops[: trace.forward])})
-    current = len(trace.calls) - 1
-    for number in range(trace.forward, len(ops)):
-        found = of_name(ops[number].name, scopes)
-        current = current if found is None else found
-        owners[number] = current
+    for number in range(trace.forward, len(sources)):
+        owners[number] = owners[sources[number] if sources[number] >= 0 else number - 1]
     return owners
 
 
-def _owners_of_scopes(owners: Mapping[str, int]) -> dict[str, int]:
-    """Returns the owners of operations by their names, and of scopes all of whose operations are of one call."""
-    of_scopes: dict[str, set[int]] = {}
-    for name, owner in owners.items():
-        while name := name.rpartition("/")[0]:
-            of_scopes.setdefault(name, set()).add(owner)
-    return {name: next(iter(found)) for name, found in of_scopes.items() if len(found) == 1} | dict(owners)
+@functools.lru_cache(maxsize=16)
+def sources_of(trace: StepTrace) -> np.ndarray:
+    """Returns for each operation of the graph the number of that of forward which it is, or is the gradient of; -1: of none.
 
-
-def of_name(name: str, known: Mapping[str, int]) -> int | None:
-    """Returns what is known of the operation of forward that one of backward is named after, else of the innermost scope; None:
-    nothing."""
-    parts = name.removeprefix("gradient_tape/").split("/")
-    prefixes = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
-    return next((known[prefix] for prefix in prefixes if prefix in known), None)
+    The tape names the operations of a gradient after the operation of forward that it is of, or puts them in its scope: then it
+    is that of the first there. A model's own scope says nothing.
+    """
+    names = [one.name for one in trace.graph.get_operations()]
+    known: dict[str, int] = {}
+    for number, name in enumerate(names[: trace.forward]):
+        while (name := name.rpartition("/")[0]).count("/"):
+            known.setdefault(name, number)
+    known |= {name: number for number, name in enumerate(names[: trace.forward])}
+    found = np.arange(len(names))
+    for number, name in enumerate(names[trace.forward :], trace.forward):
+        name = name.removeprefix("gradient_tape/")
+        while name and name not in known:
+            name = name.rpartition("/")[0]
+        found[number] = known.get(name, -1)
+    return found
 
 
 def _is_backward(trace: StepTrace, sweep: Sweep, owners: np.ndarray) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,6 @@ class StepTrace:
         graph: the graph.
         batch_size: the examples that it was traced for.
         calls: the calls of the model's layers, in order; the first stands for all before them.
-        inputs: bytes of what the model is given.
         given: the specs of what the model is given: the arguments of its call.
         targets: the specs of what its loss is given, in the structure of its outputs; None for an output that has no loss.
         forward: how many operations the graph had when forward and the loss were traced.
@@ -35,7 +33,6 @@ class StepTrace:
     graph: tf.Graph
     batch_size: int
     calls: list[LayerCall]
-    inputs: int
     given: Any
     targets: Any
     forward: int
@@ -80,7 +77,6 @@ def trace_step(model: keras.Model, batch_size: int, sequence_length: int | None 
                 graph=graph,
                 batch_size=batch_size,
                 calls=calls,
-                inputs=sum(math.prod(spec.shape) * spec.dtype.size for spec in tf.nest.flatten(inputs)),
                 given=inputs,
                 targets=tf.nest.map_structure(lambda x: None if x is None else tf.TensorSpec(x.shape, x.dtype), targets),
                 forward=forward,

@@ -15,12 +15,12 @@ import keras
 import numpy as np
 
 from tfdist.planning.lifetimes import Buffers, Sweep
-from tfdist.planning.step_profile import of_name
+from tfdist.planning.operations import is_product
+from tfdist.planning.step_profile import sources_of
 from tfdist.planning.step_trace import StepTrace
 from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, is_attention
 from tfdist.tensor_plans.layer_shardings import LayerSharding
 
-_PRODUCTS = ("MatMul", "Einsum", "Conv")
 _WHOLE, _LOCAL, _COLUMN, _ROW, _HEADS = range(5)
 
 
@@ -55,7 +55,7 @@ def on_tensor_rank(buffers: Buffers, trace: StepTrace, sweep: Sweep, shardings: 
 def _splits(buffers: Buffers, trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerSharding]) -> dict[int, tuple[int, int]]:
     """Returns, of each buffer that a row layer splits and nobody reads later, the step and the number of the layer's product."""
     ranges = _ranges(trace, [one.layer for one in shardings if one.role == ROW and not one.input_is_parallel])
-    names = {one.name: place for place, one in enumerate(sweep.ops[: trace.forward])} if ranges else {}
+    sources = sources_of(trace)
     step_of = {place: step for step, place in enumerate(buffers.steps)}
     found = {}
     for start, stop in ranges:
@@ -63,9 +63,9 @@ def _splits(buffers: Buffers, trace: StepTrace, sweep: Sweep, shardings: Sequenc
         given = max(read, key=lambda one: buffers.sizes[one] * (buffers.makers[one] < start), default=None)
         if given is None or not 0 <= buffers.makers[given] < start:
             continue
-        sources = {place: of_name(sweep.ops[place].name, names) for place in buffers.readers[given]}
-        product = max(place for place in sources if start <= place < stop)
-        others = [place for place, source in sources.items() if source is None or not start <= source < stop]
+        readers = buffers.readers[given]
+        product = max(place for place in readers if start <= place < stop)
+        others = [place for place in readers if not start <= sources[place] < stop]
         if all(step_of[place] <= step_of[product] for place in others):
             found[given] = (step_of[product], product)
     return found
@@ -81,39 +81,25 @@ def divided_work(trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerShardi
     """Returns for each operation whether the tensor ranks share its work, bool (operations,).
 
     They share what makes a part on each, and every product of a sharded layer, also if its results are summed or gathered then.
-    All else each rank computes whole: what stands between two layers of whole outputs, and a loss of gathered logits. An
-    operation of backward that is named after a scope of forward alone is as the scope's first one, and a sum of gradients is as
-    these are.
+    All else each rank computes whole: what stands between two layers of whole outputs, and a loss of gathered logits.
     """
-    region, within = _regions(trace, sweep, shardings)
-    divided = divided_operations(trace, sweep, shardings)
-    scopes: dict[str, int] = {}
-    for place in range(trace.forward):
-        parts = sweep.ops[place].name.split("/")
-        for length in range(2, len(parts) + 1):
-            scopes.setdefault("/".join(parts[:length]), place)
-    products = np.zeros(len(sweep.ops), bool)
-    for place, operation in enumerate(sweep.ops):
-        source = place if place < trace.forward else of_name(operation.name, scopes)
-        if any(kind in operation.type for kind in _PRODUCTS):
-            products[place] = source is not None and within[source]
-        elif source is not None and place >= trace.forward:
-            divided[place] |= region[source] in (_LOCAL, _HEADS, _COLUMN)
-        elif operation.type == "AddN":
-            divided[place] = all(divided[other] for other in sweep.before[place])
-    return divided | products
+    sources, (_, within) = sources_of(trace), _regions(trace, sweep, shardings)
+    products = np.array([is_product(one) for one in sweep.ops])
+    return divided_operations(trace, sweep, shardings) | products & (sources >= 0) & within[sources]
 
 
 def divided_operations(trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerSharding]) -> np.ndarray:
-    """Returns for each operation whether what it makes is divided among the tensor ranks, bool (operations,)."""
-    region, _ = _regions(trace, sweep, shardings)
-    divided = np.isin(region, (_COLUMN, _LOCAL, _HEADS))
-    names = {sweep.ops[place].name: place for place in range(trace.forward)}
-    for place in range(trace.forward, len(sweep.ops)):
-        source = of_name(sweep.ops[place].name, names)
-        if source is not None:
-            is_product = any(kind in sweep.ops[place].type for kind in _PRODUCTS)
-            divided[place] = region[source] in (_LOCAL, _HEADS) or region[source] == (_ROW if is_product else _COLUMN)
+    """Returns for each operation whether what it makes is divided among the tensor ranks, bool (operations,).
+
+    A sum of gradients is as these are.
+    """
+    sources, (region, _) = sources_of(trace), _regions(trace, sweep, shardings)
+    divided, products = np.isin(region, (_COLUMN, _LOCAL, _HEADS)), np.array([is_product(one) for one in sweep.ops])
+    of_backward = np.isin(region[sources], (_LOCAL, _HEADS)) | (region[sources] == np.where(products, _ROW, _COLUMN))
+    divided[trace.forward :] = (of_backward & (sources >= 0))[trace.forward :]
+    for place in np.flatnonzero(sources < 0).tolist():
+        if sweep.ops[place].type == "AddN":
+            divided[place] = all(divided[other] for other in sweep.before[place])
     return divided
 
 

@@ -7,7 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import keras
 import numpy as np
@@ -16,9 +16,9 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.optimizers.support import is_elementwise
 from tfdist.planning.equal_layers import equal_layers, units_of
-from tfdist.planning.execution_order import CHANCE
 from tfdist.planning.layouts import ModelLayouts
 from tfdist.planning.lifetimes import Buffers, Sweep, between
+from tfdist.planning.operations import tensor_bytes
 from tfdist.planning.optimizer_slots import new_optimizer, slots_of, updates_each_alone
 from tfdist.planning.step_profile import StepProfile, profile_of
 from tfdist.planning.step_trace import trace_step
@@ -27,7 +27,6 @@ from tfdist.planning.weightless import weightless_model
 from tfdist.sharding import layers_within
 
 _BATCH_SIZES = (2, 4)
-Runs = Literal["whole", "apart", "in turn"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,21 +116,20 @@ class TracedModel:
         return frozenset(variable.path for one in norms for variable in (one.moving_mean, one.moving_variance))
 
     @functools.lru_cache(maxsize=32)  # noqa: B019  as long as the model
-    def profile(self, batch_size: int, tensor: int = 1, runs: Runs = "whole") -> StepProfile:
+    def profile(self, batch_size: int, tensor: int = 1, is_one_graph: bool = True) -> StepProfile:
         """Returns what is in memory in the course of a step of so many examples, on one of so many tensor ranks.
 
-        It runs "whole": forward and backward in one graph; "apart": as functions of their own, as in a pipeline; "in turn": block
-        after block, each when backward is through with the one behind, as they are computed again.
+        `is_one_graph`: whether forward and backward run in one graph, or as functions of their own, as in a pipeline.
         """
-        buffers, sweep = self._buffers(batch_size, runs), self._sweep(runs != "apart")
+        buffers, sweep = self._buffers(batch_size, is_one_graph), self._sweep(is_one_graph)
         if tensor > 1:
             buffers = on_tensor_rank(buffers, self.traces[0], sweep, self.layouts.shardings(tensor), tensor)
         paths = [weight.path for weight in self.trained]
         return profile_of(self.traces[0], sweep, buffers, paths, batch_size)
 
     @functools.lru_cache(maxsize=32)  # noqa: B019  as long as the model
-    def _buffers(self, batch_size: int, runs: Runs = "whole") -> Buffers:
-        return self._sweep(runs != "apart").at(batch_size, 0.0 if runs == "in turn" else CHANCE)
+    def _buffers(self, batch_size: int, is_one_graph: bool = True) -> Buffers:
+        return self._sweep(is_one_graph).at(batch_size)
 
     @functools.cache  # noqa: B019  as long as the model
     def _sweep(self, is_one_graph: bool) -> Sweep:
@@ -174,7 +172,8 @@ class TracedModel:
 
     def input_bytes(self, batch_size: int) -> int:
         """Returns the bytes of what the model is given in a step."""
-        return round(float(between([trace.inputs for trace in self.traces], _BATCH_SIZES, batch_size)))
+        sizes = [sum(tensor_bytes(spec) or 0 for spec in tf.nest.flatten(trace.given)) for trace in self.traces]
+        return round(float(between(sizes, _BATCH_SIZES, batch_size)))
 
     def output_bytes(self, place: int, batch_size: int) -> int:
         """Returns the bytes of what the call at `place` returns."""

@@ -18,7 +18,6 @@ from tfdist.planning.lifetimes import between
 from tfdist.planning.step_profile import owners_of
 from tfdist.planning.step_trace import StepTrace
 
-_PRODUCT = ("MatMul", "Einsum", "Conv", "CudnnRNN")
 # What a processor computes by a series, or by several rounds: element by element more than it takes to move it.
 _FUNCTIONS = frozenset(
     (
@@ -32,6 +31,8 @@ _FUNCTIONS = frozenset(
 _CROSSENTROPY_PASSES, _CROSSENTROPY_FUNCTIONS = 7.0, 9.0
 # How many times as long as a copy TensorFlow takes on a CPU to transpose: 2 in a process alone, 4 beside three others (AVX-512).
 _TRANSPOSING = 3.0
+# What the executor has measured to cost less than 8,000 cycles runs inline: about the bytes that are moved in that time.
+_INLINE_BYTES = 2**16
 _COMPUTED = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -82,7 +83,7 @@ class Work:
         seconds = np.maximum(moving, computing) if hardware.is_gpu else moving + computing
         seconds += (1.0 if hardware.is_gpu else _TRANSPOSING) * transposed / hardware.bytes_per_second
         each = hardware.operation_seconds
-        seconds = np.maximum(seconds, each) if hardware.is_gpu else seconds + np.where(moved < operations.INLINE_BYTES, 0.0, each)
+        seconds = np.maximum(seconds, each) if hardware.is_gpu else seconds + np.where(moved < _INLINE_BYTES, 0.0, each)
         count, traced = len(self.stands_for), np.array(self.stands_for)
         parts = (self.is_forward, ~self.is_forward, self.is_again)
         return Seconds(*(np.bincount(self.calls[chosen], seconds[chosen], count)[traced] for chosen in parts))
@@ -95,7 +96,7 @@ class Work:
             "products": flops[self.is_product].tolist(),
             "functions": float(functions.sum()),
             "moved": float((moved + _TRANSPOSING * transposed).sum()),
-            "large": int((moved >= operations.INLINE_BYTES).sum()),
+            "large": int((moved >= _INLINE_BYTES).sum()),
         }
 
 
@@ -122,7 +123,7 @@ def work_of(traces: Sequence[StepTrace]) -> Work:
         places=np.array(places),
         figures=np.array([[[float(of(graph[place])) for place in places] for of in measures] for graph in graphs]),
         dtypes=np.array([_dtype(ops[place]) for place in places]),
-        is_product=np.array([_is_product(ops[place]) for place in places], bool),
+        is_product=np.array([operations.is_product(ops[place]) for place in places], bool),
         calls=owners[places],
         is_forward=np.array([place < first.forward for place in places], bool),
         is_again=_again(first, ops, owners)[places],
@@ -146,10 +147,6 @@ def _again(trace: StepTrace, ops: Sequence[tf.Operation], owners: np.ndarray) ->
 
 def _is_free(operation: tf.Operation) -> bool:
     return operation.type in operations.GIVEN or operation.type == "Const" or operations.alias_of(operation, 0) is not None
-
-
-def _is_product(operation: tf.Operation) -> bool:
-    return any(word in operation.type for word in _PRODUCT) or operation.type in tape.LOOPS
 
 
 def _dtype(operation: tf.Operation) -> str:

@@ -148,30 +148,6 @@ def test_what_cannot_be_traced_is_guessed_and_said():
     assert dense.flops == 7 * (2 * 3 * 2 + 2)
 
 
-def test_measured(cpus):
-    with tfdist.ShardedStrategy(cpus[:2], pipeline_parallel_size=2).scope():
-        inputs = keras.Input((None,), dtype="int32")
-        x = layers.Embedding(11, 6, mask_zero=True)(inputs)
-        x = layers.Dropout(0.5)(layers.MultiHeadAttention(2, 3)(x, x) + x)
-        x = layers.Dense(3)(layers.LSTM(6)(keras.ops.tanh(x)))
-        module = keras.Model(inputs, [x, keras.ops.argmax(x, axis=-1)])
-        measured, counted = node_costs(module, measured=True), node_costs(module)
-    assert all(0 < cost.seconds < 10 for cost in measured)
-    assert all(cost.seconds is None for cost in counted)
-    assert [cost.activation_bytes for cost in measured] == [cost.activation_bytes for cost in counted]
-    assert all(variable._value is None for variable in module.weights)
-
-
-def test_what_cannot_be_run_is_not_measured():
-    inputs = keras.Input((7, 5))
-    module = keras.Model(inputs, Unwilling(name="unwilling")(inputs))
-    with (
-        pytest.warns(UserWarning, match="guessed"),
-        pytest.raises(RuntimeError, match="'unwilling' cannot be run by itself, .* Count FLOPs instead"),
-    ):
-        node_costs(module, measured=True)
-
-
 def test_nothing_is_made_read_or_changed(cpus):
     with tfdist.ShardedStrategy(cpus[:2], pipeline_parallel_size=2).scope():
         inputs = keras.Input((7,), dtype="int32")

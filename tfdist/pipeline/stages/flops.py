@@ -46,8 +46,9 @@ def flops_of(outputs: Iterable[tf.Tensor], among: Sequence[tf.Operation]) -> int
 
 def flops_of_operation(operation: tf.Operation) -> int:
     """Returns the FLOPs of one run of an operation."""
-    if operation.type in ("While", "StatelessWhile"):
-        return _trips(operation) * _of_function(operation, operation.get_attr("body").name)
+    if operation.type in tape.LOOPS:
+        times = trips(operation)
+        return (UNKNOWN_SIZE if times is None else times) * _of_function(operation, operation.get_attr("body").name)
     if operation.type in _RULES:
         return _RULES[operation.type](operation)
     if operation.type in _MOVES:
@@ -70,13 +71,17 @@ def _of_function(operation: tf.Operation, name: str) -> int:
     return flops_of(body.outputs, body.get_operations())
 
 
-def _trips(loop: tf.Operation) -> int:
-    """Returns how often the body of a loop runs, or the best guess at it."""
+def trips(loop: tf.Operation) -> int | None:
+    """Returns how often the body of a loop runs, in a gradient as in forward; None where that is known only when it runs."""
     known = tf.get_static_value(loop.inputs[1])  # the most iterations; -1: no limit
     if known is not None and known >= 0:
         return int(known)
-    steps = [_sizes(x.op.inputs[0].shape)[0] for x in loop.inputs if x.op.type == "TensorListFromTensor"]
-    return max(steps, default=UNKNOWN_SIZE)
+    lists = [x.op.inputs[0].shape for x in loop.inputs if x.op.type == "TensorListFromTensor"]
+    steps = [shape[0] for shape in lists if shape.rank and shape[0] is not None]
+    if steps:
+        return max(steps)
+    of_forward = [x.op for x in loop.inputs if x.op.type in tape.LOOPS and x.op is not loop]
+    return trips(of_forward[0]) if of_forward else None
 
 
 def _matmul(operation: tf.Operation) -> int:
