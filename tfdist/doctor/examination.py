@@ -56,11 +56,12 @@ def examine(
     ):
         if cluster is not None and given is not None:
             parser.error(f"argument {option}: not in a job of several workers. Use {instead} of `python -m tfdist run`.")
+    is_chief = cluster is None or cluster.is_chief
     make_session = functools.partial(Session, args.devices, args.quick, args.timeout, args.logical_gpus)
     try:
         with contextlib.closing(Workers(cluster, _START_SECONDS)) as workers:
-            outcomes = run_checks(checks, make_session, args.timeout, workers, _tell if workers.is_chief else lambda _: None)
-        return conclude(outcomes, workers.is_chief)
+            outcomes = run_checks(checks, make_session, args.timeout, workers, _tell if is_chief else lambda _: None)
+        return conclude(outcomes, is_chief)
     except KeyboardInterrupt:
         return 130
     except (RuntimeError, TimeoutError, WorkerGoneError) as error:

@@ -37,10 +37,6 @@ class Workers:
             raise WorkerGoneError(f"{cluster.tasks[error.failure.worker_index]} {error.failure.what}") from None
         self._heard: dict[int, list[Any]] = {index: [] for index, _ in cluster.others()} if cluster else {}
 
-    @property
-    def is_chief(self) -> bool:
-        return self._cluster is None or self._cluster.is_chief
-
     def gather(self, value: Any, timeout_seconds: float) -> list[Any]:
         """Returns every worker's `value`, what JSON can carry, in worker order; all workers call it at once.
 
