@@ -119,12 +119,18 @@ def part(name):
     return name.partition("/")[0].removesuffix(".py")
 
 
+@functools.cache
+def nodes(tree, *kinds):
+    """Returns the nodes of these kinds, or all: a walk takes longer than what most rules ask of what it finds."""
+    return [node for node in nodes(tree) if isinstance(node, kinds)] if kinds else list(ast.walk(tree))
+
+
 def imports(tree):
     """Yields (module, line) of every import; `from a import b` counts as `a.b`, which may be a module."""
-    for node in ast.walk(tree):
+    for node in nodes(tree, ast.Import, ast.ImportFrom):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             yield from ((f"{'.' * node.level}{node.module or ''}.{alias.name}", node.lineno) for alias in node.names)
 
 
@@ -137,7 +143,7 @@ def dotted(node):
 
 
 def uses(tree, prefix):
-    return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and dotted(node).startswith(prefix)]
+    return [node.lineno for node in nodes(tree, ast.Attribute) if dotted(node).startswith(prefix)]
 
 
 def of_each_file(but=()):
@@ -189,10 +195,11 @@ def test_optional_rooms_are_known_to_few(name):
 
 @of_each_file()
 def test_no_imports_inside_functions(name):
-    for function in ast.walk(TREES[name]):
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            inside = [node.lineno for node in ast.walk(function) if isinstance(node, ast.Import | ast.ImportFrom)]
-            assert not inside, f"tfdist/{name}:{inside}"
+    tree = TREES[name]
+    inside = [(one.lineno, one.end_lineno) for one in nodes(tree, ast.FunctionDef, ast.AsyncFunctionDef)]
+    lines = [node.lineno for node in nodes(tree, ast.Import, ast.ImportFrom)]
+    found = [line for line in lines if any(begin <= line <= end for begin, end in inside)]
+    assert not found, f"tfdist/{name}:{found}"
 
 
 def test_schedules_are_data():
@@ -250,14 +257,13 @@ def test_private_names_of_tensorflow_and_keras(name):
 def replaced(tree):
     """Returns the lines that set or delete an attribute of something imported from Keras or TensorFlow."""
     imported = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            module = getattr(node, "module", None)
-            for alias in node.names:
-                if (module or alias.name).startswith(("keras", "tensorflow")):
-                    imported.add(alias.asname or alias.name.partition(".")[0])
+    for node in nodes(tree, ast.Import, ast.ImportFrom):
+        module = getattr(node, "module", None)
+        for alias in node.names:
+            if (module or alias.name).startswith(("keras", "tensorflow")):
+                imported.add(alias.asname or alias.name.partition(".")[0])
     lines = []
-    for node in ast.walk(tree):
+    for node in nodes(tree, ast.Attribute, ast.Call):
         is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
         is_call = isinstance(node, ast.Call) and dotted(node.func) in ("setattr", "delattr")
         target = dotted(node.value) if is_set else dotted(node.args[0]) if is_call else ""

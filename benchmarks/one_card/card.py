@@ -33,6 +33,3 @@ class Card:
     def devices(self, n: int) -> list[str]:
         """Splits the card in `n`; the rows of one process must ask for the same `n`."""
         return take_devices(n, n if self.is_gpu else 0)
-
-    def meet(self) -> None:
-        """There are no other workers to meet behind a row."""

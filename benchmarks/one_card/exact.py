@@ -142,7 +142,7 @@ def _compare(name: str, references: dict[Any, Trained], card: Card) -> Finding:
 
 def _check_overflow(alone: Trained) -> None:
     """Raises RuntimeError unless one device, too, has had to halve the scale of its loss."""
-    scales = [slot for slot, name in zip(alone.slots, alone.names[-len(alone.slots) :], strict=True) if "dynamic_scale" in name]
+    scales = [slot for name, slot in alone if "dynamic_scale" in name]
     if not 1 <= float(np.max(scales)) < _FIRST_SCALE:
         raise RuntimeError(f"nothing has overflowed on one device: the loss's scale is {scales}, and began as {_FIRST_SCALE}")
 

@@ -78,8 +78,9 @@ def run_part(part: Part, card: Card, args: Any, tell: Callable[[Result], None], 
             continue
         together = [row for row in left if row.peer is None] if part.shares_process else left[:1]
         checks = [Check(row.name, _in_time(row, end)) for row in together]
-        with run_in_process(checks, lambda: card, row_seconds, lambda check: None, tell) as ended:
-            del left[: len(ended)]
+        for result in run_in_process(checks, lambda: card, row_seconds):
+            tell(result)
+            del left[0]
 
 
 def _in_time(row: Row, end: float) -> Callable[[Card], Finding]:

@@ -20,9 +20,10 @@ from tfdist.planning.hardware import BUS_FACTORS, Hardware, from_file
 
 @pytest.fixture
 def small(monkeypatch):
-    for name, value in {"_WIDTHS": (96, 192), "_COPIED_BYTES": 2**21, "_UPDATED": 2**10}.items():
+    small = {"_WIDTHS": (96, 192), "_COPIED_BYTES": 2**21, "_COPIES": 4, "_UPDATED": 2**10, "_FUNCTION_ELEMENTS": 2**17}
+    for name, value in small.items():
         monkeypatch.setattr(calibration, name, {"CPU": value})
-    monkeypatch.setattr(calibration, "_FUNCTION_ELEMENTS", {"CPU": 2**17})
+    monkeypatch.setattr(block, "EXAMPLES", (1, 2, 4))
     monkeypatch.setattr(timing, "_SECONDS", 1e-3)
     monkeypatch.setattr(timing, "_MEASURABLE_SECONDS", 1e-3)
     monkeypatch.setattr(calibration, "_SIZES", (2**10, 2**14))
@@ -43,6 +44,7 @@ def outcomes_of(session, fails=()):
         yield Outcome((result,))
 
 
+@pytest.mark.as_traced
 def test_what_is_measured(cpus, small, tmp_path):
     outcomes = list(outcomes_of(Session(3, is_quick=False, timeout_seconds=60.0), fails=["matmul/float16"]))
     hardware = hardware_of(outcomes)
@@ -126,7 +128,9 @@ def test_bytes_of_a_block(name):
 
 def test_an_operation_that_is_lost_in_noise_is_measured_again_and_told(cpus, monkeypatch):
     """By the times of 1, 2 and 8 examples: the line through them is a ms below nothing at none, or 2 ms above."""
-    session = Session(1, is_quick=False, timeout_seconds=60.0)
+    session, traces = Session(1, is_quick=False, timeout_seconds=60.0), block.trace(block._block)
+    monkeypatch.setattr(block, "trace", lambda _: traces)
+    monkeypatch.setattr(tf, "function", lambda _: types.SimpleNamespace(get_concrete_function=lambda *_: None))
     lost, found = [0.1e-3, 1e-3, 7e-3], [3e-3, 4e-3, 10e-3]
     for times, words in (([*lost, *found], "µs"), ([*lost, *lost], "counted as nothing"), (found, "µs")):
         left = iter([*times, 40e-3])

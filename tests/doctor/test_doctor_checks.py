@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfdist.collectives.transports import kernels
 from tfdist.doctor import bandwidth, parity
 from tfdist.doctor.check import LeftOutError
-from tfdist.doctor.parity import TOLERANCES, Trained, compared
+from tfdist.doctor.parity import TOLERANCES, compared
 from tfdist.doctor.session import Session
 
 
@@ -19,7 +19,7 @@ def trained(factor=1.0, noise=0.0):
     moves = [rng.normal(size=(33, 48)), rng.normal(size=7)]
     noisy = [move * (1 + noise * rng.uniform(-1, 1, size=move.shape)) for move in moves]
     names = ["losses", "the change of a", "the change of b", "the optimizer's a"]
-    return Trained(np.array([2.0, 1.0]), [factor * noisy[0], noisy[1]], [factor * noisy[0]], names)
+    return list(zip(names, [np.array([2.0, 1.0]), factor * noisy[0], noisy[1], factor * noisy[0]], strict=True))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,11 @@ import pytest
 
 from tests import forks, workers
 from tfdist.doctor import command
+from tfdist.doctor import workers as doctors
 from tfdist.doctor.command import add_doctor
 from tfdist.launch.cli import main
+from tfdist.runtime.failure import Failure
+from tfdist.runtime.rendezvous import WorkerFailedError
 
 WORKER_CASES = "tests.doctor.worker_checks:examine"
 
@@ -124,3 +127,15 @@ def test_devices_belong_to_the_launcher_in_a_job(monkeypatch, capsys):
     with pytest.raises(SystemExit) as error:
         doctor()
     assert error.value.code == 2 and "TF_CONFIG must be JSON" in capsys.readouterr().err
+
+
+def test_a_worker_that_ends_before_all_have_met_is_told_in_a_line(monkeypatch, capsys):
+    def fails(*_):
+        raise WorkerFailedError(Failure(1, "failed with exit code 3"))
+
+    monkeypatch.setenv("TF_CONFIG", json.dumps(workers.tf_config(["localhost:1", "localhost:2"], 0)))
+    monkeypatch.setattr(doctors, "wait_for_workers", fails)
+    with pytest.raises(SystemExit) as error:
+        doctor()
+    assert error.value.code == 1
+    assert capsys.readouterr().err == "tfdist doctor: worker 1 (localhost:2) failed with exit code 3\n"

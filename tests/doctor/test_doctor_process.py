@@ -9,8 +9,7 @@ import pytest
 
 from tfdist.doctor.check import Check, Finding, LeftOutError, Result, Status
 from tfdist.doctor.examination import run_checks
-from tfdist.doctor.progress import Progress
-from tfdist.doctor.workers import Workers
+from tfdist.doctor.workers import WorkerGoneError, Workers
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -19,9 +18,6 @@ class Alone:
     """A session of one worker."""
 
     made = "made"
-
-    def meet(self):
-        pass
 
 
 def process_id(session):
@@ -59,11 +55,16 @@ def fails(_):
     return Finding("2 is not 1", holds=False)
 
 
-def examine(*functions, seconds=20.0, needed=()):
+def examine(*functions, seconds=20.0, needed=(), workers=None):
+    """Returns the outcomes, and asserts that each check was told."""
     checks = [Check(f"part/{function.__name__}", function, function in needed) for function in functions]
-    outcomes = run_checks(checks, Alone, seconds, Workers(None, 1.0), Progress(None, len(checks)))
+    told = []
+    outcomes = run_checks(checks, Alone, seconds, workers or Workers(None, 1.0), told.append)
     assert [outcome.name for outcome in outcomes] == [check.name for check in checks]
-    return outcomes
+    lines = "".join(told).splitlines()
+    for number, (check, line) in enumerate(zip(checks, filter(lambda line: line.startswith("["), lines), strict=False), 1):
+        assert line.startswith(f"[{number:2}/{len(checks)}] {check.name} ... ")
+    return [*outcomes, lines] if workers else outcomes
 
 
 def test_checks_share_a_process_that_is_not_this_one():
@@ -104,26 +105,37 @@ def test_nothing_runs_behind_what_is_needed():
 
 
 class Others:
-    """Stands for another worker, whose doctor tells what it is given to tell."""
+    """Stands for another worker, whose doctor tells what it is given to tell, until it ends."""
 
     def __init__(self, *answers):
         self.answers = list(answers)
 
     def gather(self, value, timeout_seconds):
-        theirs = self.answers.pop(0)
-        return [value, [Result(*result).to_json() for result in theirs]]
+        if not self.answers:
+            raise WorkerGoneError("worker 1 has ended")
+        status, summary = self.answers.pop(0)
+        return [value, Result(value["name"], status, summary, 0.0).to_json()]
+
+
+HOLDS = (Status.HOLDS, "")
 
 
 def test_workers_go_on_together_behind_a_check_that_went_wrong_on_one():
-    checks = [Check("a", process_id), Check("b", process_id), Check("c", process_id)]
-    holds = [("a", Status.HOLDS, "", 0.0)]
-    crashed = ("b", Status.ERROR, "its process was ended by SIGSEGV", 0.0)
-    others = Others([*holds, crashed], [("c", Status.HOLDS, "", 0.0)])
-    a, b, c = run_checks(checks, Alone, 20.0, others, Progress(None, 3))
-    assert (a.status, b.status, c.status) == (Status.HOLDS, Status.ERROR, Status.HOLDS)
-    assert b.summary == "worker 1: its process was ended by SIGSEGV"
-    assert a.chief.data["process"] != c.chief.data["process"], "c has run once more, with the other worker"
-    assert not others.answers
+    others = Others(HOLDS, (Status.ERROR, "its process was ended by SIGSEGV"), HOLDS, (Status.FAILS, "2 is not 1"), HOLDS)
+    *outcomes, lines = examine(*5 * [process_id], workers=others)
+    expected = [Status.HOLDS, Status.ERROR, Status.HOLDS, Status.FAILS, Status.HOLDS]
+    assert [outcome.status for outcome in outcomes] == expected and not others.answers
+    assert outcomes[1].summary == "worker 1: its process was ended by SIGSEGV"
+    assert "        part/process_id error: worker 1: its process was ended by SIGSEGV" in lines
+    first, second, *rest = (outcome.chief.data["process"] for outcome in outcomes)
+    assert first == second != rest[0] and len(set(rest)) == 1, "behind an error processes are new"
+
+
+def test_a_worker_that_has_gone_is_told():
+    first, second, third, lines = examine(process_id, process_id, process_id, workers=Others(HOLDS))
+    assert (first.status, second.status, third.status) == (Status.HOLDS, Status.HOLDS, Status.ERROR)
+    assert len(second.results) == 1 and len(lines) == 2, "what this worker has found"
+    assert third.summary == "not all workers took part: worker 1 has ended"
 
 
 def test_results_survive_json():

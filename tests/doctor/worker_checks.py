@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from tfdist import collectives
 from tfdist.doctor.check import Check, Finding
-from tfdist.doctor.examination import all_checks, run_checks
-from tfdist.doctor.progress import Progress
+from tfdist.doctor.command import all_checks
+from tfdist.doctor.examination import run_checks
 from tfdist.doctor.session import Session
 from tfdist.doctor.workers import Workers
 from tfdist.runtime import read_cluster
@@ -60,6 +60,6 @@ def examine() -> dict[str, tuple[str, str]]:
     cluster = read_cluster()
     workers = Workers(cluster, 60.0)
     session = functools.partial(Session, None, True, SECONDS)
-    outcomes = run_checks(checks, session, SECONDS, workers, Progress(None, len(checks)))
+    outcomes = run_checks(checks, session, SECONDS, workers, lambda text: None)
     workers.close()
     return {outcome.name: (str(outcome.status), outcome.summary if outcome.status.is_bad else "") for outcome in outcomes}

@@ -13,8 +13,8 @@ import time
 
 import pytest
 
-import tfdist
 from tests import forks
+from tests.launch import light
 from tfdist.launch import job, output
 from tfdist.launch.cli import main
 
@@ -47,18 +47,7 @@ def wait_for_signal():
 note(f"pid_{rank}_{attempt}", os.getpid())
 '''
 
-# Imports the launcher without `tfdist/__init__.py` and those of two of its packages, hence without TensorFlow: in 0.1 s, not 5.
-LIGHT = f"""
-import os, sys, types
-for name in ("tfdist", "tfdist.pipeline", "tfdist.runtime"):
-    package = types.ModuleType(name)
-    package.__path__ = [os.path.join({str(pathlib.Path(tfdist.__file__).parent.parent)!r}, *name.split("."))]
-    sys.modules[name] = package
-from tfdist.launch.cli import main
-assert "tensorflow" not in sys.modules
-sys.exit(main())
-"""
-LAUNCHERS = {"light": ["-c", LIGHT], "real": ["-m", "tfdist"]}
+LAUNCHERS = {"light": ["-c", light.LAUNCHER], "real": ["-m", "tfdist"]}
 
 
 @dataclasses.dataclass(frozen=True)

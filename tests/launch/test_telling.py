@@ -1,17 +1,18 @@
 """Workers that wait for each other to start are told at once when one of them has ended; who was stopped is woken."""
 
+import textwrap
 import time
 
 import pytest
 
-from tfdist.launch import stops
+from tests.launch import light
+from tfdist.launch import job, stops
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def test_a_worker_that_waits_is_told_when_another_fails_before_it_comes(run):
-    source = f"""
-        sys.path.insert(0, {str(__file__).rpartition("/tests/")[0]!r})
+    source = """
         if rank == 1:
             wait_for("listening")
             raise ValueError("the cause")
@@ -27,7 +28,7 @@ def test_a_worker_that_waits_is_told_when_another_fails_before_it_comes(run):
             sys.exit(78)
     """
     started = time.monotonic()
-    ended = run(source, "--workers", "2", "--grace-seconds", "50")
+    ended = run(light.PACKAGES + textwrap.dedent(source), "--workers", "2", "--grace-seconds", "50")
     assert time.monotonic() - started < 40
     assert ended.code == 1
     assert ended.out == ["[worker 0] 1 failed with exit code 1"]
@@ -54,6 +55,7 @@ def test_a_stopped_worker_may_end_by_itself(run):
 def test_a_worker_that_was_stopped_alone_is_woken(run, monkeypatch):
     """Also where all others have ended: it stayed for ever."""
     monkeypatch.setattr(stops, "WAKE_LOOKS", 2)
+    monkeypatch.setattr(job, "LOOK_SECONDS", 0.2)
     source = """
         if rank == 1:
             wait_for_end(0)
@@ -74,7 +76,6 @@ class _Process:
 
 
 def test_who_is_woken(monkeypatch):
-    monkeypatch.setattr(stops, "LOOK_SECONDS", -1.0)  # always time to look
     monkeypatch.setattr(stops, "WAKE_LOOKS", 3)
 
     def woken(*workers):

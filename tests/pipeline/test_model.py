@@ -1,8 +1,6 @@
 """What a pipelined model is from outside, what every rank holds and sends, and what is refused."""
 
-import subprocess
-import sys
-import textwrap
+import os
 
 import keras
 import numpy as np
@@ -12,6 +10,7 @@ from ranks import strategy_on
 from training import one_device
 
 import tfdist
+from tests import forks
 from tests.devices import names, of_cpus
 from tests.parity.comparison import assert_same_tree
 from tests.pipeline.pipeline_models import BATCH, CLASSES, chain, compiled, crossentropy, data, tied, train
@@ -358,23 +357,27 @@ def test_a_weight_of_another_stage():
         model.fit(np.ones((4, 5)), np.ones((4, 5)), batch_size=4, verbose=0)
 
 
+def train_with_and_without_a_pipeline():
+    rng = np.random.default_rng(4)
+    x, y = rng.integers(0, 3, size=(16, 5)), rng.normal(size=(16, 5, 2)).astype("float32")
+    losses = []
+    for wrap in (lambda module: module, lambda module: tfdist.PipelineModel(module, num_microbatches=4)):
+        keras.utils.set_random_seed(3)
+        embedding = layers.Embedding(3, 4, mask_zero=True)
+        hidden = layers.Dense(7, "tanh", kernel_regularizer="l2")
+        last = layers.Dense(2, activity_regularizer="l2")
+        model = wrap(keras.Sequential([keras.Input((5,)), embedding, hidden, last]))
+        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
+        losses.append([float(model.train_on_batch(x, y)) for _ in range(3)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
 @of_cpus("it starts a process")
-def test_a_program_without_a_strategy():
+def test_a_program_without_a_strategy(tmp_path):
     """One device feeds itself microbatches, in a process in which nothing else changes Keras: masks count as for the batch."""
-    program = """
-        import keras, numpy as np, tfdist
-        rng = np.random.default_rng(4)
-        x, y = rng.integers(0, 3, size=(16, 5)), rng.normal(size=(16, 5, 2)).astype("float32")
-        losses = []
-        for wrap in (lambda module: module, lambda module: tfdist.PipelineModel(module, num_microbatches=4)):
-            keras.utils.set_random_seed(3)
-            embedding = keras.layers.Embedding(3, 4, mask_zero=True)
-            hidden = keras.layers.Dense(7, "tanh", kernel_regularizer="l2")
-            last = keras.layers.Dense(2, activity_regularizer="l2")
-            model = wrap(keras.Sequential([keras.Input((5,)), embedding, hidden, last]))
-            model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
-            losses.append([float(model.train_on_batch(x, y)) for _ in range(3)])
-        np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
-    """
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=False, timeout=120, stderr=subprocess.PIPE)
-    assert ended.returncode == 0, ended.stderr.decode()
+    output, environment = tmp_path / "output.txt", dict(os.environ)
+    process = forks.start(train_with_and_without_a_pipeline, environment=environment, folder=tmp_path, output=output)
+    try:
+        assert process.wait(100) == 0, output.read_text()
+    finally:
+        process.kill()

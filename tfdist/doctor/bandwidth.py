@@ -2,15 +2,7 @@
 
     algorithm bandwidth = S / time; bus bandwidth = algorithm bandwidth x factor, which is comparable with the speed of a link
 
-| collective      | S, bytes                     | factor      |
-|-----------------|------------------------------|-------------|
-| all_reduce      | the tensor of each rank      | 2 (N - 1)/N |
-| reduce_scatter  | the tensor before            | (N - 1)/N   |
-| all_gather      | the tensor afterwards        | (N - 1)/N   |
-| all_to_all      | the tensor of each rank      | (N - 1)/N   |
-| broadcast, send | the tensor                   | 1           |
-
-Source: PERFORMANCE.md of nccl-tests.
+What S is of each collective, and its factor: `planning.hardware.BUS_FACTORS`.
 """
 
 from __future__ import annotations
@@ -44,9 +36,9 @@ class Collective:
 
     # Takes a rank's tensor, its place in the group, N and the axis; returns what arrives, None on a rank that takes no part.
     call: Callable[[tf.Tensor, int, int, str], tf.Tensor | None]
-    input_part: Callable[[int], float]  # the part of S that a rank's tensor has, given N
+    input_part: Callable[[int], float] = lambda n: 1.0  # the part of S that a rank's tensor has, given N
     # What the first element that arrives must be when every rank sends its place plus 1, given the place and N.
-    first: Callable[[int, int], float]
+    first: Callable[[int, int], float] = lambda place, n: 1.0
 
 
 def _send(x: tf.Tensor, place: int, n: int, axis: str) -> tf.Tensor | None:
@@ -60,21 +52,17 @@ def _sum(_: int, n: int) -> float:
     return n * (n + 1) / 2
 
 
-def _of_first(*_: int) -> float:
-    return 1.0
-
-
 def _over(op: Callable[..., tf.Tensor]) -> Callable[[tf.Tensor, int, int, str], tf.Tensor]:
     return lambda x, place, n, axis: op(x, axis)
 
 
 COLLECTIVES = {
-    "reduce_scatter": Collective(_over(collectives.reduce_scatter), lambda n: 1, _sum),
-    "all_gather": Collective(_over(collectives.all_gather), lambda n: 1 / n, _of_first),
-    "all_reduce": Collective(_over(collectives.all_reduce), lambda n: 1, _sum),
-    "broadcast": Collective(_over(collectives.broadcast), lambda n: 1, _of_first),
-    "all_to_all": Collective(_over(collectives.all_to_all), lambda n: 1, _of_first),
-    "send": Collective(_send, lambda n: 1, lambda place, n: float(place) if place % 2 else 0.0),
+    "reduce_scatter": Collective(_over(collectives.reduce_scatter), first=_sum),
+    "all_gather": Collective(_over(collectives.all_gather), lambda n: 1 / n),
+    "all_reduce": Collective(_over(collectives.all_reduce), first=_sum),
+    "broadcast": Collective(_over(collectives.broadcast)),
+    "all_to_all": Collective(_over(collectives.all_to_all)),
+    "send": Collective(_send, first=lambda place, n: float(place) if place % 2 else 0.0),
 }
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
 from tfdist.doctor.calibration import calibration_checks, hardware_of
-from tfdist.doctor.session_arguments import add_arguments, examine
+from tfdist.doctor.check import Outcome
+from tfdist.doctor.examination import add_arguments, examine
 from tfdist.launch.arguments import add_command, output_file
 
 _DESCRIPTION = """\
@@ -35,15 +35,11 @@ def add_calibrate(commands: Any) -> None:
 
 
 def _calibrate(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
-    try:
-        outcomes, is_chief = examine(parser, args, calibration_checks())
+    def conclude(outcomes: list[Outcome], is_chief: bool) -> int:
         hardware = hardware_of(outcomes)
-    except KeyboardInterrupt:
-        return 130
-    except (RuntimeError, TimeoutError) as error:
-        print(f"tfdist calibrate: {error}", file=sys.stderr)
-        return 1
-    if is_chief:
-        hardware.to_file(args.out)
-        print(f"{hardware.name}: {args.out}")
-    return 0
+        if is_chief:
+            hardware.to_file(args.out)
+            print(f"{hardware.name}: {args.out}")
+        return 0
+
+    return examine(parser, args, calibration_checks(), conclude)

@@ -76,10 +76,6 @@ class Outcome:
         return self.results[0].name
 
     @property
-    def part(self) -> str:
-        return self.name.partition("/")[0]
-
-    @property
     def status(self) -> Status:
         """The worst of the workers'."""
         order = (Status.ERROR, Status.FAILS, Status.HOLDS, Status.LEFT_OUT)

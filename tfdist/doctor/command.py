@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from tfdist.doctor.examination import PARTS, all_checks
+from tfdist.doctor.bandwidth import bandwidth_checks
+from tfdist.doctor.check import Check, Outcome
+from tfdist.doctor.examination import add_arguments, examine
+from tfdist.doctor.machine import DEVICES, TOPOLOGY, VERSIONS
+from tfdist.doctor.memory import memory_checks
+from tfdist.doctor.parity import parity_checks
 from tfdist.doctor.report import Report
-from tfdist.doctor.session_arguments import add_arguments, examine
 from tfdist.launch.arguments import add_command, output_file, positive_int, publish
 
 _DESCRIPTION = """\
@@ -29,6 +33,13 @@ The report goes to the standard output, of a job the chief's only, and what is b
 A check that crashes or does not end is reported; the others still run.
 
 exit code: 0 when all holds, else 1; 2 for wrong arguments, 130 after Ctrl-C."""
+
+PARTS = {"bandwidth": bandwidth_checks, "parity": parity_checks, "memory": memory_checks}
+
+
+def all_checks(parts: Sequence[str] = tuple(PARTS)) -> list[Check]:
+    """Returns the checks of `parts`, behind those that tell what the machine is."""
+    return [VERSIONS, TOPOLOGY, DEVICES, *(check for part in parts for check in PARTS[part]())]
 
 
 def add_doctor(commands: Any) -> None:
@@ -54,19 +65,15 @@ def _examine(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if args.devices is not None and args.logical_gpus is not None:
         parser.error("argument --logical-gpus: cannot be given with --devices: it makes the devices.")
     args.only = list(dict.fromkeys(args.only or ()))
-    checks = all_checks(args.only or tuple(PARTS))
     started, start = datetime.datetime.now(datetime.UTC), time.monotonic()
-    try:
-        outcomes, is_chief = examine(parser, args, checks)
-    except KeyboardInterrupt:
-        return 130
-    except (RuntimeError, TimeoutError) as error:
-        print(f"tfdist doctor: {error}", file=sys.stderr)
-        return 1
-    report = Report(tuple(outcomes), started.isoformat(timespec="seconds"), time.monotonic() - start, _command(args))
-    if is_chief:
-        publish(report, args.json)
-    return 0 if report.holds else 1
+
+    def conclude(outcomes: list[Outcome], is_chief: bool) -> int:
+        report = Report(tuple(outcomes), started.isoformat(timespec="seconds"), time.monotonic() - start, _command(args))
+        if is_chief:
+            publish(report, args.json)
+        return 0 if report.holds else 1
+
+    return examine(parser, args, all_checks(args.only or tuple(PARTS)), conclude)
 
 
 def _command(args: argparse.Namespace) -> tuple[str, ...]:

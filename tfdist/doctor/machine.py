@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import pathlib
@@ -68,13 +69,9 @@ def _devices(session: Session) -> Finding:
     devices = [
         {
             "rank": rank,
-            "device": one.device,
-            "card": one.card,
-            "uuid": uuids[one.physical_index] if one.physical_index < len(uuids) else "",
-            "parts": one.parts,
+            **dataclasses.asdict(one),
             "compute_capability": one.compute_capability and ".".join(map(str, one.compute_capability)),
-            "memory_bytes": one.memory_bytes,
-            "memory_growth": one.memory_growth,
+            "uuid": uuids[one.physical_index] if one.physical_index < len(uuids) else "",
         }
         for rank, one in zip(session.base.extended.communicator.local_ranks, details, strict=True)
     ]

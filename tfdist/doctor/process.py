@@ -1,8 +1,8 @@
 """Checks run in a process beside this one, so that one that crashes or hangs ends no other.
 
     this process                              child
-    forks                          ───▶       runs the checks, one after the other
-    waits for each, with a limit   ◀───       a result each
+    forks; asks for a result       ───▶       runs the next check
+    waits for it, with a limit     ◀───       its result
     on a crash or a hang, or after an error: kills the child; the checks that are left get a new one
 
 An error ends the child, too: after a collective has failed, no later one of that process can succeed. The child is a fork, so
@@ -11,7 +11,6 @@ that TensorFlow is imported once. That is allowed as long as this process has as
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -22,7 +21,7 @@ import sysconfig
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, BinaryIO
 
@@ -41,27 +40,19 @@ _FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
-@contextlib.contextmanager
 def run_in_process(
-    checks: Sequence[Check],
-    make_session: Callable[[], Any],
-    timeout_seconds: float,
-    on_begin: Callable[[Check], None],
-    on_end: Callable[[Result], None],
-) -> Iterator[list[Result]]:
-    """Runs `checks` in a child, until they are done or one has ended the child; gives the results so far, at least one.
+    checks: Sequence[Check], make_session: Callable[[], Any], timeout_seconds: float
+) -> Generator[Result, None, None]:
+    """Runs `checks` in a child, each when its result is asked for, until they are done or one is an error.
 
-    The child is there until the block ends, because those of other workers may still need it.
+    The child is there until the generator is closed, because those of other workers may still need it.
 
     Args:
-        make_session: makes, in the child, what every check is called with, and whose `meet` is called behind each. It must not
-            fail: what may is for a check to do.
+        make_session: makes, in the child, what every check is called with. It must not fail: what may is for a check to do.
         timeout_seconds: what each check may take.
-        on_begin, on_end: told of each check, in this process.
     """
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
-    results: list[Result] = []
     with tempfile.TemporaryFile("a+b") as log:
         child = context.Process(target=_run, args=(checks, make_session, there, here, log, death_with_parent()), daemon=True)
         with warnings.catch_warnings():
@@ -70,27 +61,25 @@ def run_in_process(
         there.close()
         try:
             for check in checks:
-                on_begin(check)
                 start = time.monotonic()
-                result = _await(here, timeout_seconds)
+                result = _ask(here, timeout_seconds)
                 if result is None:
                     result = _ended(child, check, time.monotonic() - start, log, timeout_seconds)
-                results.append(result)
-                on_end(result)
+                yield result
                 if result.status is Status.ERROR:
                     break
-            yield results
         finally:
             child.kill()
             child.join()
             here.close()
 
 
-def _await(connection: Connection, seconds: float) -> Result | None:
+def _ask(connection: Connection, seconds: float) -> Result | None:
     """Returns the child's next result; None when it has ended, or does not send one in time."""
     try:
+        connection.send(None)
         return connection.recv() if connection.poll(seconds) else None
-    except (EOFError, ConnectionResetError):
+    except (EOFError, OSError):
         return None
 
 
@@ -130,7 +119,7 @@ def _place(lines: Sequence[str]) -> str:
 def _run(
     checks: Sequence[Check],
     make_session: Callable[[], Any],
-    results: Connection,
+    parent: Connection,
     others_end: Connection,
     log: BinaryIO,
     prepare: Callable[[], None],
@@ -143,10 +132,10 @@ def _run(
     faulthandler.enable(log)
     session = make_session()
     for check in checks:
+        parent.recv()
         start = time.monotonic()
         try:
             finding = check.run(session)
-            session.meet()
             status = Status.HOLDS if finding.holds else Status.FAILS
             result = Result(check.name, status, finding.summary, time.monotonic() - start, finding.data)
         except LeftOutError as reason:
@@ -155,6 +144,5 @@ def _run(
             sys.excepthook(type(error), error, error.__traceback__)  # which tells the other workers of the job
             sys.stderr.flush()
             result = Result(check.name, Status.ERROR, first_line(error), time.monotonic() - start, log=_last_lines(log))
-        results.send(result)
-    with contextlib.suppress(EOFError):
-        results.recv()  # until this process is killed
+        parent.send(result)
+    parent.recv()  # until this process is killed

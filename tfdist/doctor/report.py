@@ -100,7 +100,7 @@ def _devices(seen: Seen) -> list[str]:
 
 
 def _bandwidth(seen: Seen) -> list[str]:
-    outcomes = [outcome for outcome in seen.outcomes.values() if outcome.part == "bandwidth"]
+    outcomes = [outcome for outcome in seen.outcomes.values() if outcome.name.startswith("bandwidth/")]
     rows = [["  collective", "bytes", "microseconds", "algorithm GB/s", "bus GB/s", "of the link"]]
     nominal = seen.link().gb_per_second
     for outcome in outcomes:
@@ -117,5 +117,5 @@ def _bandwidth(seen: Seen) -> list[str]:
 
 
 def _lines(outcomes: Sequence[Outcome], part: str, title: str) -> list[str]:
-    found = [outcome for outcome in outcomes if outcome.part == part]
+    found = [outcome for outcome in outcomes if outcome.name.startswith(f"{part}/")]
     return [title, *(f"  {one.name.partition('/')[2]:18} {one.status:9} {one.summary}" for one in found)]

@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 from tfdist import errors
 from tfdist.doctor.check import LeftOutError
 from tfdist.mesh import default_devices, resolve_devices, use_logical_cpus, use_logical_gpus, worker_devices
-from tfdist.runtime import read_cluster
+from tfdist.runtime import Cluster, read_cluster
 from tfdist.strategy import MultiWorkerShardedStrategy, ShardedStrategy
 
 # Without a GPU, and without a wish: as few as show that devices talk.
 _LOGICAL_CPUS = 2
 
 
+@dataclasses.dataclass(eq=False)
 class Session:
     """The devices to be examined: of the workers of TF_CONFIG, else of this machine.
-
-    Args:
-        devices: how many, in a job of one worker: the first GPUs, or logical CPUs where there is none. None: all GPUs, or two
-            CPUs.
-        logical_gpus: in how many parts to split one GPU instead; None: none.
-        is_quick: whether checks are to be short.
-        timeout_seconds: how long to wait for other workers.
 
     Nothing is made before it is asked for. Who uses TensorFlow asks for the devices first: a worker's servers must start before.
     """
 
-    def __init__(self, devices: int | None, is_quick: bool, timeout_seconds: float, logical_gpus: int | None = None):
-        self.is_quick = is_quick
-        self.cluster = read_cluster()
-        self._timeout_seconds = timeout_seconds
-        self._number = devices
-        self._logical_gpus = logical_gpus
+    # How many, in a job of one worker: the first GPUs, or logical CPUs where there is none. None: all GPUs, or two CPUs.
+    number: int | None
+    is_quick: bool  # whether checks are to be short
+    timeout_seconds: float  # how long to wait for other workers
+    logical_gpus: int | None = None  # in how many parts to split one GPU instead; None: none
+
+    @functools.cached_property
+    def cluster(self) -> Cluster | None:
+        return read_cluster()
 
     @functools.cached_property
     def base(self) -> Any:
@@ -42,15 +40,15 @@ class Session:
 
     @functools.cached_property
     def _devices(self) -> list[str]:
-        if self._logical_gpus:
-            return use_logical_gpus(self._logical_gpus)
+        if self.logical_gpus:
+            return use_logical_gpus(self.logical_gpus)
         kind, present = worker_devices()
         if kind == "CPU" and present == 1:
-            return use_logical_cpus(self._number or _LOGICAL_CPUS)
+            return use_logical_cpus(self.number or _LOGICAL_CPUS)
         names = default_devices()
-        if self._number is not None and self._number > len(names):
-            raise errors.value_error(f"`--devices` asks for more than there are: {len(names)} {kind}s.", devices=self._number)
-        return list(resolve_devices(names[: self._number]))
+        if self.number is not None and self.number > len(names):
+            raise errors.value_error(f"`--devices` asks for more than there are: {len(names)} {kind}s.", devices=self.number)
+        return list(resolve_devices(names[: self.number]))
 
     def strategy(self, **settings: Any) -> Any:
         """Returns a new strategy over the devices, with these settings."""
@@ -58,7 +56,7 @@ class Session:
             return ShardedStrategy(self._devices, **settings)
         # A check that takes too long is ended from outside, which tells more than a worker that has waited for it.
         return MultiWorkerShardedStrategy(
-            rendezvous_timeout_seconds=self._timeout_seconds, step_timeout_seconds=2 * self._timeout_seconds, **settings
+            rendezvous_timeout_seconds=self.timeout_seconds, step_timeout_seconds=2 * self.timeout_seconds, **settings
         )
 
     @property
@@ -78,11 +76,6 @@ class Session:
     @property
     def has_gpus(self) -> bool:
         return "GPU" in self.devices[0]
-
-    def meet(self) -> None:
-        """Waits until all workers are here: behind a check, so that nobody is already in the next one when it goes wrong."""
-        if self.cluster is not None and "base" in vars(self):
-            self.base.barrier("doctor: the end of a check")
 
     def needs_several(self, what: str, divisor: int = 1) -> None:
         """Raises LeftOutError where there is one device only, or `divisor` does not divide their number."""

@@ -72,12 +72,11 @@ class Topology:
     def to_json(self) -> dict[str, Any]:
         """Returns the topology as what JSON can carry."""
         links = [{"cards": list(pair), "link": word} for pair, word in self.links.items()]
-        speeds = {str(index): speed for index, speed in self.nvlink_gb_per_second.items()}
-        return {**dataclasses.asdict(self), "links": links, "nvlink_gb_per_second": speeds, "unknown": list(self.unknown)}
+        return {**dataclasses.asdict(self), "links": links}
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Topology:
-        """Returns the topology that `to_json` has made `found` of."""
+        """Returns the topology that `to_json` has made `found` of, whose numbers JSON may have made strings and tuples lists."""
         return cls(
             cards=tuple(Card(**card) for card in found["cards"]),
             links={(link["cards"][0], link["cards"][1]): link["link"] for link in found["links"]},
@@ -142,24 +141,22 @@ def ask_nvidia_smi(*arguments: str) -> str:
 
 def read_topology(ask: Callable[..., str] = ask_nvidia_smi, system: pathlib.Path = pathlib.Path("/sys/class")) -> Topology:
     """Returns what this machine tells of its links; what it does not tell is in `unknown`."""
-    interfaces = _interfaces(system)
-    try:
-        cards = parse_cards(ask(f"--query-gpu={_CARD_FIELDS}", "--format=csv,noheader,nounits"))
-    except FileNotFoundError:
-        return Topology(interfaces=interfaces, unknown=("links between GPUs: there is no nvidia-smi here",))
-    except (OSError, ValueError) as error:
-        return Topology(interfaces=interfaces, unknown=(f"links between GPUs: nvidia-smi failed: {error}",))
-    unknown, links, speeds = [], {}, {}
-    try:
-        links = parse_links(ask("topo", "-m"))
-    except (OSError, ValueError) as error:
-        unknown.append(f"links between GPUs: nvidia-smi topo -m failed: {error}")
-    if any(map(_LINK.match, links.values())):
+    unknown: list[str] = []
+
+    def asked(what: str, parse: Callable[[str], Any], *arguments: str) -> Any:
         try:
-            speeds = parse_nvlinks(ask("nvlink", "--status"))
+            return parse(ask(*arguments))
+        except FileNotFoundError:
+            unknown.append("links between GPUs: there is no nvidia-smi here")
         except (OSError, ValueError) as error:
-            unknown.append(f"the speed of NVLinks: nvidia-smi nvlink --status failed: {error}")
-    return Topology(tuple(cards), links, speeds, interfaces, tuple(unknown))
+            unknown.append(f"{what} failed: {error}")
+        return {}
+
+    cards = asked("links between GPUs: nvidia-smi", parse_cards, f"--query-gpu={_CARD_FIELDS}", "--format=csv,noheader,nounits")
+    links = {} if unknown else asked("links between GPUs: nvidia-smi topo -m", parse_links, "topo", "-m")
+    has_nvlinks = any(map(_LINK.match, links.values()))
+    speeds = asked("the speed of NVLinks: nvidia-smi nvlink --status", parse_nvlinks, "nvlink", "--status") if has_nvlinks else {}
+    return Topology(tuple(cards), links, speeds, _interfaces(system), tuple(unknown))
 
 
 def parse_cards(text: str) -> list[Card]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tfdist.runtime import Cluster
 from tfdist.runtime.peers import Peers
-from tfdist.runtime.rendezvous import wait_for_workers
+from tfdist.runtime.rendezvous import WorkerFailedError, wait_for_workers
 
 _LOOK_SECONDS = 0.2
 
@@ -26,16 +26,16 @@ class Workers:
     Raises:
         RuntimeError: this worker's port is in use.
         TimeoutError: workers are missing after `timeout_seconds`; it names them.
+        WorkerGoneError: a worker has ended meanwhile.
     """
 
     def __init__(self, cluster: Cluster | None, timeout_seconds: float):
         self._cluster = cluster
-        self._peers = wait_for_workers(cluster, timeout_seconds) if cluster else Peers()
+        try:
+            self._peers = wait_for_workers(cluster, timeout_seconds) if cluster else Peers()
+        except WorkerFailedError as error:
+            raise WorkerGoneError(f"{cluster.tasks[error.failure.worker_index]} {error.failure.what}") from None
         self._heard: dict[int, list[Any]] = {index: [] for index, _ in cluster.others()} if cluster else {}
-
-    @property
-    def is_chief(self) -> bool:
-        return self._cluster is None or self._cluster.is_chief
 
     def gather(self, value: Any, timeout_seconds: float) -> list[Any]:
         """Returns every worker's `value`, what JSON can carry, in worker order; all workers call it at once.
@@ -43,8 +43,6 @@ class Workers:
         Raises:
             WorkerGoneError: a worker has ended, or does not call it within `timeout_seconds`.
         """
-        if self._cluster is None:
-            return [value]
         self._peers.tell({"value": value})
         end = time.monotonic() + timeout_seconds
         while silent := [index for index, heard in self._heard.items() if not heard]:
@@ -56,7 +54,7 @@ class Workers:
                 if word is not None:
                     self._heard[index].append(word["value"])
         values = {index: heard.pop(0) for index, heard in self._heard.items()}
-        return [values.get(index, value) for index in range(self._cluster.num_workers)]
+        return [values.get(index, value) for index in range(1 + len(values))]
 
     def close(self) -> None:
         """Lets go of the others."""

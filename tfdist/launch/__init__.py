@@ -2,7 +2,7 @@
 
     cli ──> job (its attempts) ──> worker ──> output
      │       │
-    gpus    signals, tasks (TF_CONFIG)
+    gpus    stops, tasks (TF_CONFIG)
 
 The launcher never touches TensorFlow's devices: they belong to the workers. The other command, `schedule_command`, shows a
 pipeline's schedule and starts nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import pathlib
 import signal
@@ -70,7 +71,7 @@ def _add_run(commands: Any) -> None:
     parser = add_command(
         commands,
         "run",
-        lambda parser, args: run_job(_job(parser, args)),
+        lambda parser, args: asyncio.run(run_job(_job(parser, args))),
         help="start the workers of a training script on this machine",
         usage="%(prog)s --workers N [options] (train.py | -m module) [ARGS ...]",
         description=_RUN_DESCRIPTION,

@@ -1,8 +1,8 @@
 """A job and its attempts: each starts the workers, watches them, and ends the others when one fails.
 
 Note: the order of ends.
-Which worker failed first decides what is reported. All events come from one epoll, which returns descriptors in the order in
-which they became ready; so two workers that end between two looks are still seen in their order.
+Which worker failed first decides what is reported. All events come from the epoll of one event loop, which returns descriptors
+in the order in which they became ready; so two workers that end between two looks are still seen in their order.
 
 Note: peers of a failed worker.
 A worker that ends only because another failed exits with `PEER_FAILED_EXIT_CODE`. It may end before the one that it blames,
@@ -11,23 +11,21 @@ whose process still dumps or unwinds. So it is the cause only if nobody fails ot
 
 from __future__ import annotations
 
-import collections
+import asyncio
 import contextlib
 import dataclasses
-import functools
 import itertools
 import os
 import pathlib
-import selectors
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from tfdist.errors import PEER_FAILED_EXIT_CODE
 from tfdist.launch.output import Output, say
-from tfdist.launch.signals import Signals
 from tfdist.launch.stops import LOOK_SECONDS, WAKE_LOOKS, Stops
 from tfdist.launch.tasks import tasks_on_free_ports
 from tfdist.launch.worker import Worker
@@ -36,7 +34,6 @@ from tfdist.runtime.failure import Failure
 from tfdist.runtime.rendezvous import tell_of_failure
 
 KILL_SECONDS = 5.0  # from SIGTERM to SIGKILL
-_TELL_SECONDS = 0.5  # between two tries to tell a worker that does not listen yet
 DELAY_SECONDS = 1.0  # from the end of an attempt to the next
 USAGE_EXIT_CODE = 2
 
@@ -74,23 +71,22 @@ class Outcome:
 
 
 class Attempt:
-    """One attempt of `job`, the first of number 0. `run` returns when no process of it is left.
+    """One attempt of `job`, the first of number 0. `run` returns when no process of it is left."""
 
-    The caller has entered `signals`, the launcher's, and outlives the attempts.
-    """
-
-    def __init__(self, job: Job, number: int, signals: Signals):
+    def __init__(self, job: Job, number: int):
         self._job = job
         self._number = number
-        self._signals = signals
         self._workers: list[Worker] = []
         self._received: signal.Signals | None = None  # the first one
         self._failures: list[Worker] = []  # in the order of their ends, until the launcher sends a signal itself
         self._has_sent = False
         self._untold: list[Worker] = []  # who may not know yet that a worker has failed
-        self._plan: collections.deque[tuple[float, signal.Signals]] = collections.deque()  # what to send at what time
+        self._loop = asyncio.get_running_loop()
+        self._all_ended = asyncio.Event()
+        self._plan: list[asyncio.TimerHandle] = []  # what is to be sent
 
-    def run(self) -> Outcome:
+    async def run(self) -> Outcome:
+        _on_signals(self._on_signal)
         tasks = tasks_on_free_ports(self._job.workers, chief=self._job.chief)
         say(
             f"{_count(self._job.workers)} on localhost, "
@@ -103,7 +99,7 @@ class Attempt:
         with contextlib.ExitStack() as stack:
             for rank in range(self._job.workers):
                 self._workers.append(self._start(Cluster(tasks, rank), stack))
-            self._watch()
+            await self._watch()
         outcome = self._outcome()
         say(f"{self._label} ended after {time.monotonic() - start:.1f} s: {outcome.summary}")
         return outcome
@@ -135,49 +131,53 @@ class Attempt:
         output = Output(task.name, shown=rank == 0 or not path, file=file)
         return stack.enter_context(Worker(task, [sys.executable, "-u", *self._job.command], environment, output))
 
-    def _watch(self) -> None:
-        with selectors.EpollSelector() as selector:  # Note: the order of ends
-            selector.register(self._signals, selectors.EVENT_READ, self._on_signals)
-            for worker in self._workers:
-                selector.register(worker.pidfd, selectors.EVENT_READ, functools.partial(self._on_end, selector, worker))
-                for source, pipe in worker.pipes.items():
-                    on_output = functools.partial(self._on_output, selector, worker, source)
-                    selector.register(pipe, selectors.EVENT_READ, on_output)
-            stops = Stops()
-            while self._running():
-                timeout = LOOK_SECONDS
-                if self._plan:
-                    timeout = min(timeout, max(0.0, self._plan[0][0] - time.monotonic()))
-                if self._untold:
-                    self._tell()
-                    timeout = min(timeout, _TELL_SECONDS)
-                for worker in stops.overdue(self._workers):
-                    say(f"{worker.task.name} was stopped alone for {WAKE_LOOKS * LOOK_SECONDS:.0f} s: it is woken, by SIGCONT")
-                    worker.signal(signal.SIGCONT)
-                for key, _ in selector.select(timeout):
-                    key.data()
-                if self._plan and self._plan[0][0] <= time.monotonic():
-                    self._send(self._plan.popleft()[1])
+    async def _watch(self) -> None:
+        errors: list[Exception] = []
 
-    def _running(self) -> list[Worker]:
-        return [worker for worker in self._workers if worker.exit_code is None]
+        def on_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            errors.append(context["exception"])
+            self._all_ended.set()
 
-    def _on_output(self, selector: selectors.BaseSelector, worker: Worker, source: str) -> None:
+        self._loop.set_exception_handler(on_error)
+        for worker in self._workers:
+            self._loop.add_reader(worker.pidfd, self._on_end, worker)  # Note: the order of ends
+            for source, pipe in worker.pipes.items():
+                self._loop.add_reader(pipe, self._on_output, worker, source)
+        stops = Stops()
+        while not self._all_ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_ended.wait(), LOOK_SECONDS)
+            if self._untold:
+                self._tell()
+            for worker in stops.overdue(self._workers):
+                say(f"{worker.task.name} was stopped alone for {WAKE_LOOKS * LOOK_SECONDS:.0f} s: it is woken, by SIGCONT")
+                worker.signal(signal.SIGCONT)
+        self._cancel_plan()
+        for pipe in (pipe for worker in self._workers for pipe in worker.pipes.values()):
+            self._loop.remove_reader(pipe)  # a process that left the group may still hold it
+        if errors:
+            raise errors[0]  # such as BrokenPipeError, when nobody reads the output
+
+    def _on_output(self, worker: Worker, source: str) -> None:
         if worker.read(source) == b"":
-            selector.unregister(worker.pipes[source])
+            self._loop.remove_reader(worker.pipes[source])
 
-    def _on_end(self, selector: selectors.BaseSelector, worker: Worker) -> None:
-        selector.unregister(worker.pidfd)
+    def _on_end(self, worker: Worker) -> None:
+        self._loop.remove_reader(worker.pidfd)
         worker.note_end()
+        running = [other for other in self._workers if other.exit_code is None]
         if worker.exit_code and not self._has_sent:
             self._failures.append(worker)
-            if len(self._failures) == 1 and self._running():
-                self._untold = self._running()
+            if len(self._failures) == 1 and running:
+                self._untold = running
                 grace = f"the others have {self._job.grace_seconds:g} s to end by themselves"
                 say(f"{worker.task.name} {_how(worker.exit_code)}; {grace}")
                 self._plan_ends()
-                for other in self._running():
+                for other in running:
                     other.signal(signal.SIGCONT)  # who has been stopped cannot end by itself
+                self._tell()
+        if not running:
+            self._all_ended.set()
 
     def _tell(self) -> None:
         """Tells workers of the first failure that still wait for each other to start: they cannot know. See `rendezvous`."""
@@ -187,20 +187,24 @@ class Attempt:
             worker for worker in self._untold if worker.exit_code is None and not tell_of_failure(worker.task, failure)
         ]
 
-    def _on_signals(self) -> None:
-        for received in self._signals.read():
-            if self._received is None:
-                self._received = received
-                self._plan_ends()
-                self._send(received)
-            else:  # somebody is in a hurry
-                self._plan.clear()
-                self._send(signal.SIGKILL)
+    def _on_signal(self, received: signal.Signals) -> None:
+        if self._received is None:
+            self._received = received
+            self._plan_ends()
+            self._send(received)
+        else:  # somebody is in a hurry
+            self._cancel_plan()
+            self._send(signal.SIGKILL)
 
     def _plan_ends(self) -> None:
         """From now on the workers have the grace time to end by themselves."""
-        sigterm_at = time.monotonic() + self._job.grace_seconds
-        self._plan = collections.deque([(sigterm_at, signal.SIGTERM), (sigterm_at + KILL_SECONDS, signal.SIGKILL)])
+        self._cancel_plan()
+        ends = ((0.0, signal.SIGTERM), (KILL_SECONDS, signal.SIGKILL))
+        self._plan = [self._loop.call_later(self._job.grace_seconds + after, self._send, number) for after, number in ends]
+
+    def _cancel_plan(self) -> None:
+        for handle in self._plan:
+            handle.cancel()
 
     def _send(self, number: signal.Signals) -> None:
         self._has_sent = True
@@ -230,29 +234,36 @@ class Attempt:
         return "\n".join([headline, *lines])
 
 
-def run_job(job: Job) -> int:
+async def run_job(job: Job) -> int:
     """Runs `job` to its end and returns the exit code for the launcher. Call it in the main thread.
 
     After a failure all workers are started again on new ports; the script itself goes on from its last backup. A job is not
     restarted after a signal to the launcher, nor after exit code 2, which says that the script's arguments are wrong.
     """
-    with Signals() as signals:
-        for number in itertools.count():
-            outcome = Attempt(job, number, signals).run()
-            is_last = outcome.exit_code == 0 or outcome.stopped or number + 1 == job.attempts
-            if outcome.exit_code == USAGE_EXIT_CODE and not is_last:
-                is_last = True
-                say("not restarting: exit code 2 says that the script's arguments are wrong")
-            if outcome.failure:
-                sys.stderr.write(outcome.failure + "\n")
-            if is_last:
-                _remove(outcome.leftovers)
-                return outcome.exit_code
-            say(f"restarting, attempt {number + 2} of {job.attempts}, from the last backup the script made")
-            if received := signals.wait(DELAY_SECONDS):
-                say(f"stopped by {received[0].name}")
-                return 128 + received[0]
+    for number in itertools.count():
+        outcome = await Attempt(job, number).run()
+        is_last = outcome.exit_code == 0 or outcome.stopped or number + 1 == job.attempts
+        if outcome.exit_code == USAGE_EXIT_CODE and not is_last:
+            is_last = True
+            say("not restarting: exit code 2 says that the script's arguments are wrong")
+        if outcome.failure:
+            sys.stderr.write(outcome.failure + "\n")
+        if is_last:
+            _remove(outcome.leftovers)
+            return outcome.exit_code
+        received: asyncio.Queue[signal.Signals] = asyncio.Queue()
+        _on_signals(received.put_nowait)
+        say(f"restarting, attempt {number + 2} of {job.attempts}, from the last backup the script made")
+        with contextlib.suppress(TimeoutError):
+            first = await asyncio.wait_for(received.get(), DELAY_SECONDS)
+            say(f"stopped by {first.name}")
+            return 128 + first
     raise AssertionError("unreachable: attempts are counted without an end")
+
+
+def _on_signals(callback: Callable[[signal.Signals], None]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, callback, number)
 
 
 def _remove(files: Iterable[str]) -> None:

@@ -6,12 +6,11 @@ all workers that are left are stopped and none has ended, somebody has paused th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from tfdist.launch.worker import Worker
 
-LOOK_SECONDS = 1.0
+LOOK_SECONDS = 1.0  # between two looks
 WAKE_LOOKS = 20  # in a row: a launcher that was stopped itself, with its workers, does not count the time
 
 
@@ -19,14 +18,10 @@ class Stops:
     """How often in a row each worker was seen stopped."""
 
     def __init__(self) -> None:
-        self._next_look = time.monotonic() + LOOK_SECONDS
         self._seen: dict[Worker, int] = {}
 
     def overdue(self, workers: Sequence[Worker]) -> list[Worker]:
-        """Looks at all `workers` of a job, at most every second; returns those that were stopped for too long."""
-        if time.monotonic() < self._next_look:
-            return []
-        self._next_look = time.monotonic() + LOOK_SECONDS
+        """Looks at all `workers` of a job; returns those that were stopped for too long."""
         stopped = [worker for worker in workers if worker.exit_code is None and worker.is_stopped]
         is_paused = len(stopped) == len(workers)
         self._seen = {} if is_paused else {worker: self._seen.get(worker, 0) + 1 for worker in stopped}

@@ -9,7 +9,6 @@ import pathlib
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 from tfdist.launch.output import Output
@@ -32,8 +31,8 @@ class Worker:
         self.task = task
         self.output = output
         self.exit_code: int | None = None  # None while it runs; negative for a signal, as in `subprocess`
+        self.leftovers: list[str] = []  # the files that it has left for a restart, once it has been left itself
         self._told_pipe, told_through = os.pipe()
-        self._told = b""
         for end in (self._told_pipe, told_through):  # who says too much must not wait: it is read when the worker has ended
             os.set_blocking(end, False)
         self._process = subprocess.Popen(
@@ -48,14 +47,11 @@ class Worker:
             preexec_fn=death_with_parent(),
         )
         os.close(told_through)
+        self.pid = self._process.pid
         self.pipes = {"stdout": self._process.stdout, "stderr": self._process.stderr}
         for pipe in self.pipes.values():
             os.set_blocking(pipe.fileno(), False)
         self.pidfd = os.pidfd_open(self.pid)  # readable once it has ended
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def is_stopped(self) -> bool:
@@ -72,11 +68,6 @@ class Worker:
             self.output.end(source)
         return data
 
-    @property
-    def leftovers(self) -> list[str]:
-        """The files that the worker has left for a restart; complete once the worker has been left."""
-        return leftovers.parse_leftovers(self._told)
-
     def note_end(self) -> None:
         """Sets `exit_code`; the process has ended."""
         status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
@@ -89,7 +80,7 @@ class Worker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.signal(signal.SIGKILL)
         try:
             for source, pipe in self.pipes.items():
@@ -97,9 +88,11 @@ class Worker:
                     pass
                 self.output.end(source)  # a process that left the group may still hold the pipe
                 pipe.close()
+            told = b""
             with contextlib.suppress(BlockingIOError):
                 while data := os.read(self._told_pipe, _READ_BYTES):
-                    self._told += data
+                    told += data
+            self.leftovers = leftovers.parse_leftovers(told)
             os.close(self._told_pipe)
         finally:
             self._process.wait()
