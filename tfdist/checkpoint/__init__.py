@@ -1,7 +1,6 @@
 """Level 6: saving a model that several workers hold, and exporting one that is sharded."""
 
 from tfdist.checkpoint.backups import FitBackup
-from tfdist.checkpoint.log_rows import keep_rows_before
 from tfdist.checkpoint.writing_role import all_workers_inside, chief_decides, cluster_strategy_of, is_chief, tfdist_strategy
 
 __all__ = [
@@ -10,6 +9,5 @@ __all__ = [
     "chief_decides",
     "cluster_strategy_of",
     "is_chief",
-    "keep_rows_before",
     "tfdist_strategy",
 ]
