@@ -560,6 +560,12 @@ def test_the_place_in_the_data(name, tmp_path):
     assert_goes_on(program(), DATA[name], tmp_path / "backup", [(1, 2), (2, 3)], first=2)
 
 
+@pytest.mark.parametrize("name", ["PyDataset", exhaustive("PyDataset in order"), exhaustive("PyDataset, threads")])
+def test_a_py_dataset_goes_on_at_the_beginning_of_an_epoch(name, tmp_path):
+    """The second epoch drew again what the first one had drawn."""
+    assert_goes_on(program(), DATA[name], tmp_path / "backup", [(1, 2), (2, 1)], "epoch", first=2)
+
+
 class Noise(keras.layers.Layer):
     """Noise by TensorFlow's random operations, or by Keras's with a generator of the layer."""
 

@@ -41,7 +41,7 @@ from tfdist.data.signature import (
     unseeded,
     unwrapped,
 )
-from tfdist.runtime import set_random_states
+from tfdist.runtime import random_states, set_random_states
 
 Say = Callable[[str], None]
 
@@ -220,7 +220,8 @@ class FitData:
         position = {
             "epochs": iterator.log.past(with_current=batches == 0),
             "batches": batches,
-            "random": iterator.random,
+            # Behind the end of an epoch the next one begins with what it has left.
+            "random": iterator.random if batches or not iterator.is_py_dataset else random_states(),
             "signature": None if signature is None else json.dumps(signature),
         }
         over = self._validations if self._validated is None else self._validated.past(with_current=True)
