@@ -355,13 +355,9 @@ class FitBackup(keras.callbacks.BackupAndRestore):
         self.leave(self)
 
     def _remove(self, leaves_mark: bool) -> None:
-        if not leaves_mark:
-            if file_utils.exists(self._directory):
-                file_utils.rmtree(self._directory)
-            return
-        for path in itertools.chain(*self._files):
+        for path in itertools.chain(*self._files) if leaves_mark else [self._directory]:
             if file_utils.exists(path):
-                file_utils.remove(path)
+                (file_utils.remove if leaves_mark else file_utils.rmtree)(path)
 
 
 def _write_bytes(path: str, content: bytes) -> None:

@@ -24,16 +24,12 @@ def keep_rows_before(callbacks: Iterable[Any], epoch: int) -> None:
 def _drop_rows_from(epoch: int, logger: Any) -> None:
     with file_utils.File(logger.filename, "r") as file:
         lines = file.readlines()
-    kept, following = len(lines), None  # the epoch of the row behind, which was dropped
-    while kept and (found := _epoch_of(lines[kept - 1], logger.sep)) is not None and found >= epoch:
-        if following is not None and found != following - 1:
-            break
-        kept, following = kept - 1, found
+    firsts = [line.partition(logger.sep)[0] for line in lines]
+    epochs = [int(first) if first.isdigit() else -1 for first in firsts]
+    kept = len(lines)
+    # Behind a row of this run that was dropped is none, or that of the next epoch.
+    while kept and epochs[kept - 1] >= epoch and epochs[kept : kept + 1] in ([], [epochs[kept - 1] + 1]):
+        kept -= 1
     if kept < len(lines):
         with file_utils.File(logger.filename, "w") as file:
             file.write("".join(lines[:kept]))
-
-
-def _epoch_of(line: str, separator: str) -> int | None:
-    first = line.partition(separator)[0]
-    return int(first) if first.isdigit() else None

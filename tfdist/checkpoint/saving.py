@@ -68,7 +68,6 @@ def save_weights(
     model: Any, filepath: Any, max_shard_size: float | None, objects_to_skip: Iterable[Any] | None, write: Callable[[Any], None]
 ) -> None:
     """Saves a model's weights as `.weights.h5`, or as `.weights.json` with shards."""
-
     add = _addition.get()
 
     def read() -> None:
