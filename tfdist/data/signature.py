@@ -107,12 +107,18 @@ def runs_python(dataset: tf.data.Dataset) -> bool:
 
 
 def transformations(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """Yields `dataset`, its last transformation, and all that it reads from."""
-    waiting = [dataset]
+    """Yields `dataset`, its last transformation, and all that it reads from: each dataset before its inputs, these in order.
+
+    One dataset that is used twice, as in `zip((a, a))`, comes twice, and what it reads from once.
+    """
+    seen: set[int] = set()
+    waiting = [dataset]  # a stack of our own: datasets built in a loop are deeper than Python's
     while waiting:
         node, _ = unwrapped(waiting.pop())
         yield node
-        waiting += inputs_of(node)
+        if id(node) not in seen:
+            seen.add(id(node))
+            waiting += reversed(inputs_of(node))
 
 
 def difference(mine: Signature, theirs: Signature) -> str | None:
@@ -138,17 +144,13 @@ def _text(name: str, values: _Values) -> str:
 
 
 def _walk(dataset: tf.data.Dataset) -> Iterator[tuple[str, _Values]]:
-    """Yields the entries of `dataset` and of what it reads from: each dataset before its inputs, these in order."""
     seen: set[int] = set()
-    waiting = [dataset]  # a stack of our own: datasets built in a loop are deeper than Python's
-    while waiting:
-        node, name = unwrapped(waiting.pop())
-        if id(node) in seen:  # one dataset used twice, as in `zip((a, a))`
+    for node in transformations(dataset):
+        inputs, name = inputs_of(node), unwrapped(node)[1]
+        if id(node) in seen:
             yield name, {"again": True}
             continue
         seen.add(id(node))
-        inputs = inputs_of(node)
-        waiting += reversed(inputs)
         if name in _TRANSPARENT:
             continue
         operations = operations_of(node)
