@@ -92,7 +92,7 @@ PRIVATE = {
     "checkpoint/saving.py",
     "checkpoint/unfailing_file.py",
     "data/device_iterators.py",
-    "data/position.py",
+    "data/epoch_iterator.py",
     "data/iterator.py",
     "data/kept_functions.py",
     "keras_hooks/metrics.py",

@@ -16,7 +16,7 @@ from grids import exhaustive
 from saved_models import X, Y, sequential
 from test_saving import no_files_beyond
 
-from tfdist.checkpoint import backups
+from tfdist.checkpoint import backup_file, backups
 from tfdist.checkpoint.backup_file import put_state
 from tfdist.checkpoint.seal import BLOCK_BYTES
 from tfdist.strategy import ShardedStrategy
@@ -248,7 +248,7 @@ def test_keras_without_tfdist_reads_the_backup_and_the_reverse(tmp_path, monkeyp
         fit(compiled(), [keras.callbacks.BackupAndRestore(str(tmp_path)), begun])
     assert begun.epoch == 2
     assert_same(begun.weights, before)
-    # Keras writes no attribute: its metadata count again.
+    # Keras writes no state of `fit`: its metadata count again.
     plain = compiled()
     with pytest.raises(Interrupted):
         fit(plain, [keras.callbacks.BackupAndRestore(str(tmp_path)), Interrupt(3)])
@@ -258,7 +258,7 @@ def test_keras_without_tfdist_reads_the_backup_and_the_reverse(tmp_path, monkeyp
 
 
 def test_killed_between_the_weights_and_the_epoch(tmp_path, monkeypatch):
-    """The new weights are there, the metadata are of the epoch before: the attribute counts."""
+    """The new weights are there, the metadata are of the epoch before: what is in the file counts."""
     write_bytes = backups.write_bytes
     kept = []
 
@@ -287,12 +287,11 @@ def test_killed_between_the_weights_and_the_epoch(tmp_path, monkeypatch):
 def test_killed_while_the_weights_are_written(tmp_path, monkeypatch, backup):
     """The backup before is whole, with its epoch."""
     before = backup(tmp_path, epoch=1)
-    create = h5py.AttributeManager.create
 
-    def dying(self, name, *args, **kwargs):
-        if name == "tfdist_training_state":
+    def dying(file, name, state):
+        put_state(file, name, state)
+        if name == "callbacks":  # the last one
             raise Interrupted
-        return create(self, name, *args, **kwargs)
 
     def program(worker):
         with worker.strategy.scope():
@@ -300,7 +299,7 @@ def test_killed_while_the_weights_are_written(tmp_path, monkeypatch, backup):
         fit(model, [keras.callbacks.BackupAndRestore(str(tmp_path))])
 
     with monkeypatch.context() as patch:
-        patch.setattr(h5py.AttributeManager, "create", dying)
+        patch.setattr(backup_file, "put_state", dying)
         chief, *_ = two_workers.run(patch, program)
     assert isinstance(chief.error, Interrupted)
     for epoch, restored in begin(monkeypatch, tmp_path):
@@ -355,7 +354,7 @@ def test_an_unreadable_backup_gives_way_to_the_previous_one(tmp_path, monkeypatc
             (directory / "training_metadata.json.bkp").unlink()
             unseal(directory / "latest.weights.h5.bkp")
             with h5py.File(directory / "latest.weights.h5.bkp", "r+") as file:
-                del file.attrs["tfdist_training_state"], file["tfdist/fit"]
+                del file["tfdist/fit"]
         for epoch, restored in begin(monkeypatch, directory, double_checkpoint=True):
             assert epoch == (1 if has_epoch else 0), "the epoch of the unreadable backup is not the previous one's"
             assert_same(restored, previous)
@@ -475,8 +474,7 @@ def test_one_process_goes_on_too(cpus, tmp_path):
 
     with pytest.raises(Interrupted):
         train(Interrupt(2))
-    with h5py.File(directory / "latest.weights.h5") as file:
-        assert json.loads(file.attrs["tfdist_training_state"])["epoch"] == 2
+    assert backup_file.read(str(directory / "latest.weights.h5"))[0]["epoch"] == 2
     (directory / "latest.weights.h5").write_bytes(b"\x89HDF no")
     begun = Begun()
     with pytest.raises(Interrupted):
@@ -487,7 +485,7 @@ def test_one_process_goes_on_too(cpus, tmp_path):
 
 
 def test_other_strategies_are_left_alone(tmp_path, monkeypatch):
-    for name in ("chief_decides", "FitBackup", "FitData"):
+    for name in ("chief_decides", "FitBackup.begin", "FitData"):
         monkeypatch.setattr(f"tfdist.keras_hooks.callbacks.{name}", None)
     callbacks = [
         keras.callbacks.BackupAndRestore(str(tmp_path / "backup"), delete_checkpoint=False),

@@ -96,7 +96,7 @@ def test_a_file_of_the_legacy_format():
     group = file.create_group("model_weights").create_group("dense")
     group.create_dataset("kernel", (3, 5), dtype="float32")[:] = np.ones((3, 5))
     group.create_dataset("step", (), dtype="int64")[()] = 1
-    assert group.keys() == ["kernel", "step"]
+    assert list(group.keys()) == ["kernel", "step"]
     assert group.name == "/model_weights/dense"
     assert "a.h5" in repr(file)
     file.flush()

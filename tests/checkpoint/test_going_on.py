@@ -303,6 +303,25 @@ def test_callbacks_that_know_the_epochs_before(save_freq, tmp_path):
     assert_goes_on(program(), DATA["arrays"], tmp_path / "backup", fails, save_freq, schedulers, first=1)
 
 
+class Noting(keras.callbacks.BackupAndRestore):
+    """A class of the user's."""
+
+    saved = ()
+
+    def _save_model(self):
+        super()._save_model()
+        self.saved = *self.saved, self._current_epoch
+
+
+def test_a_class_of_the_users(tmp_path):
+    """Its methods are called before those of a backup under a strategy, and it is what it was when `fit` is over."""
+    made, backup = program(), Noting(tmp_path / "backup", save_freq=2)
+    assert train(made, DATA["arrays"], [backup], (1, 3)) is None
+    assert backup.saved == (0, 0, 1, 1)
+    assert train(made, DATA["arrays"], [backup]).epoch == [1, 2]
+    assert backup.saved[4:] and set(backup.saved[4:]) <= {1, 2} and type(backup) is Noting
+
+
 @pytest.mark.parametrize("append", [False, exhaustive(True)])
 def test_the_log_has_a_row_of_each_epoch(append, process, tmp_path):
     """Also where an epoch is over, and its backup is of a step of it; and when all are."""
@@ -539,6 +558,12 @@ def test_a_later_fit_begins_at_its_own_epoch(tmp_path):
 @pytest.mark.parametrize("name", [name if name in IN_EVERY_RUN else exhaustive(name) for name in DATA])
 def test_the_place_in_the_data(name, tmp_path):
     assert_goes_on(program(), DATA[name], tmp_path / "backup", [(1, 2), (2, 3)], first=2)
+
+
+@pytest.mark.parametrize("name", ["PyDataset", exhaustive("PyDataset in order"), exhaustive("PyDataset, threads")])
+def test_a_py_dataset_goes_on_at_the_beginning_of_an_epoch(name, tmp_path):
+    """The second epoch drew again what the first one had drawn."""
+    assert_goes_on(program(), DATA[name], tmp_path / "backup", [(1, 2), (2, 1)], "epoch", first=2)
 
 
 class Noise(keras.layers.Layer):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import saved_models
 import tensorflow as tf
-from keras.callbacks import BackupAndRestore, CSVLogger, ModelCheckpoint, OrbaxCheckpoint
+from keras.callbacks import BackupAndRestore, CallbackList, CSVLogger, ModelCheckpoint, OrbaxCheckpoint
 from keras.src.backend.tensorflow.layer import TFLayer
 from keras.src.export import saved_model_export_archive
 from keras.src.legacy.saving import legacy_h5_format
@@ -20,7 +20,7 @@ from keras.src.utils import file_utils, io_utils
 from signatures import parameters
 from tensorflow.python.ops import resource_variable_ops
 
-from tfdist.checkpoint import plain_variables
+from tfdist.checkpoint import FitBackup, plain_variables
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -36,9 +36,7 @@ OVERRIDDEN = {
     # tfdist/keras_hooks/callbacks.py
     (ModelCheckpoint, "_should_save_model"): ["self", "epoch", "batch", "logs", "filepath"],
     (ModelCheckpoint, "_get_file_path"): ["self", "epoch", "batch", "logs"],
-    (BackupAndRestore, "on_train_begin"): ["self", "logs"],
-    (BackupAndRestore, "_save_model"): ["self"],
-    (BackupAndRestore, "on_train_end"): ["self", "logs"],
+    (CallbackList, "on_train_begin"): ["self", "logs"],
     (CSVLogger, "on_train_begin"): ["self", "logs"],
     (CSVLogger, "on_epoch_end"): ["self", "epoch", "logs"],
     (CSVLogger, "on_train_end"): ["self", "logs"],
@@ -52,6 +50,17 @@ def test_what_is_overridden(owner, name):
     assert original.__module__.startswith("keras.src.")
     assert not hasattr(original, "_tfdist_original"), "overridden twice"
     assert parameters(original) == OVERRIDDEN[owner, name]
+
+
+def test_what_a_fit_backup_overrides():
+    """Keras calls nothing else of `BackupAndRestore`, nor with other arguments."""
+    of_keras = {name: value for name, value in vars(BackupAndRestore).items() if callable(value)}
+    assert set(of_keras) == {
+        *("__init__", "on_train_begin", "on_train_batch_end", "on_epoch_end", "on_train_end"),
+        *("_load_model", "_save_model", "_should_save_on_batch"),
+    }
+    for name in ("on_train_begin", "on_epoch_begin", "on_train_batch_end", "on_epoch_end", "on_train_end", "_save_model"):
+        assert parameters(getattr(FitBackup, name)) == parameters(getattr(BackupAndRestore, name)), name
 
 
 def test_every_export_of_the_functions_is_overridden():
@@ -134,7 +143,7 @@ def test_the_stores_that_readers_replace(tmp_path):
 
 
 def test_the_layout_of_a_backup(tmp_path):
-    """The files, what the metadata say, and that an attribute of the weights file does no harm."""
+    """The files, what the metadata say, and that a group more in the weights file does no harm."""
     callback = BackupAndRestore(str(tmp_path))
     assert callback._weights_path == str(tmp_path / "latest.weights.h5")
     assert callback._training_metadata_path == str(tmp_path / "training_metadata.json")
@@ -149,7 +158,7 @@ def test_the_layout_of_a_backup(tmp_path):
     callback._save_model()
     assert (tmp_path / "training_metadata.json").read_text() == '{"epoch": 3, "batch": 0}'
     with h5py.File(tmp_path / "latest.weights.h5", "r+") as file:
-        file.attrs["other"] = "{}"
+        file.create_group("tfdist/fit")
     callback.on_train_begin()
     assert model._initial_epoch == 3
 

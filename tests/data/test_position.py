@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.trainers import data_adapters
-from keras.src.trainers.epoch_iterator import EpochIterator
 
-from tfdist.data import position
+from tfdist.data import EpochIterator, position
+from tfdist.data.epoch_iterator import EpochLog
 
 X = np.arange(12, dtype="float32")[:, None]
 
@@ -28,10 +28,11 @@ def through_python(data):
 
 
 def iterator(data, steps_per_epoch=None, **arguments):
-    """Has what `position` looks at of Keras's iterator."""
-    adapter = data_adapters.get_data_adapter(data, **arguments)
-    distributed = types.SimpleNamespace(given=adapter.get_tf_dataset())
-    return types.SimpleNamespace(data_adapter=adapter, steps_per_epoch=steps_per_epoch, _distributed_dataset=distributed)
+    """Has what `position` looks at."""
+    made = object.__new__(EpochIterator)
+    made.data_adapter, made.steps_per_epoch = data_adapters.get_data_adapter(data, **arguments), steps_per_epoch
+    made._distributed_dataset = types.SimpleNamespace(given=made.data_adapter.get_tf_dataset())
+    return made
 
 
 MADE = {
@@ -69,7 +70,7 @@ def test_one_iterator_for_many_epochs():
 
 
 def test_how_epochs_end():
-    log = position.EpochLog()
+    log = EpochLog()
     assert log.past() == log.past(with_current=True) == []
     for _ in range(2):
         assert list(log.follow("abc")) == ["a", "b", "c"]
@@ -103,7 +104,7 @@ def test_keras_enumerates_as_is_relied_upon():
             made.append(1)
             return super()._get_iterator()
 
-    one = Counting(Batches(workers=0))
+    one = Counting(tf.distribute.get_strategy(), Batches(workers=0))
     one.reset()
     told.clear()
     assert [step[:2] for step in one._enumerate_iterator()] == [(0, 0), (1, 1), (2, 2)]

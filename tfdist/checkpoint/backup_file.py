@@ -5,7 +5,6 @@
         layers, optimizer, ...                  Keras's
         tfdist/extra, metrics, callbacks        arrays that Keras does not save: of each, named "/" as "|", its bytes
         tfdist/fit                              the state of `fit`: epoch, batch, place in the data, ..., as JSON
-        attribute `tfdist_training_state`       epoch and batch again, where Keras's own metadata are of an earlier file
 
 Note: one file. Keras writes the weights, then the epoch into another file; killed in between, a run starts again with weights
 that are an epoch ahead. Here all is in one file, which takes its place when it is whole. Keras without tfdist reads its own
@@ -26,7 +25,7 @@ from tfdist.checkpoint import seal
 from tfdist.checkpoint.saving import save_backup
 from tfdist.checkpoint.unsaved import tell_what_is_not_saved
 
-_ATTRIBUTE, _GROUP, _FIT = "tfdist_training_state", "tfdist", "fit"
+_GROUP, _FIT = "tfdist", "fit"
 
 State = Mapping[str, np.ndarray]
 
@@ -42,7 +41,6 @@ def write(path: str, model: Any, state: Mapping[str, Any], arrays: Mapping[str, 
         put_state(file, _FIT, {"json": np.frombuffer(json.dumps(state, default=_plain).encode(), np.uint8)})
         for name, group in arrays.items():
             put_state(file, name, group)
-        file.attrs.create(_ATTRIBUTE, json.dumps({"epoch": state["epoch"], "batch": state["batch"]}))
 
     tell_what_is_not_saved(model)
     save_backup(model, path, add)
@@ -70,7 +68,7 @@ def read(path: str) -> tuple[dict[str, Any] | None, str]:
     try:
         with h5py.File(path, "r") as file:
             stored = take_state(file, _FIT)
-            return json.loads(stored["json"].tobytes() if stored else file.attrs.get(_ATTRIBUTE, "null")), ""
+            return json.loads(stored["json"].tobytes()) if stored else None, ""
     except Exception as error:  # a file that has lost its seal, too
         return None, f"{type(error).__name__}: {error}"
 

@@ -30,6 +30,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 from keras.src.utils import file_utils, io_utils
 
 from tfdist import errors
@@ -43,6 +44,7 @@ from tfdist.checkpoint.extra_state import (
     restore_metrics_state,
     trained_variables,
 )
+from tfdist.checkpoint.log_rows import keep_rows_before
 from tfdist.checkpoint.saving import write_on_chief
 from tfdist.checkpoint.staging import copy_file, write_bytes
 from tfdist.checkpoint.unsaved import note_optimizers
@@ -52,39 +54,37 @@ from tfdist.runtime import random_states, remove_after_success, set_random_state
 State = dict[str, Any]
 
 
-class FitBackup:
-    """The backups of one `fit`: what is found when it begins, written while it runs, and left at its end.
+class FitBackup(keras.callbacks.BackupAndRestore):
+    """A `BackupAndRestore` in one `fit`: what is found when it begins, written while it runs, and left at its end.
 
-    All methods are called by all workers at once.
-
-    Args:
-        callback: Keras's `BackupAndRestore`.
-        strategy: the tfdist strategy of its model.
-        data: the data that `fit` reads, a `data.FitData`.
-        callbacks: all callbacks of this `fit`.
-        build: `build(model)` builds what the first step would, as far as it can.
+    `begin` makes one of a callback, and `leave` makes it what it was. With Keras's methods each worker would decide for itself
+    which backup is whole, and all would write and remove the same files. All methods are called by all workers at once.
     """
 
     # How many `fit` this process has ended, by directory.
     _ended: collections.Counter[str] = collections.Counter()
 
-    def __init__(self, callback: Any, strategy: Any, data: Any, callbacks: Sequence[Any], build: Callable[[Any], None]):
-        self._callback, self._strategy, self._data, self._callbacks = callback, strategy, data, callbacks
-        self._model, self._build = callback.model, build
-        self._directory = str(callback.backup_dir)
-        self._number = self._ended[self._key]
-        self._is_chief = is_chief(strategy)
-        self._epoch, self._batches = 0, 0
-        self._logs: dict[str, Any] = {}
-        self._restored: State | None = None
-        self._path = ""
-        self._variables = 0  # of the model, when `fit` begins
-        self._rates: list[tuple[Any, Any]] = []
-        self.finds_steps = True  # whether a backup may be of the middle of an epoch
+    @classmethod
+    def begin(cls, callback: Any, strategy: Any, data: Any, callbacks: Sequence[Any], build: Callable[[Any], None]) -> None:
+        """Makes `callback` a `FitBackup`, and restores what is found, before the other callbacks begin.
 
-    @property
-    def _key(self) -> str:
-        return self._directory if file_utils.is_remote_path(self._directory) else os.path.abspath(self._directory)
+        Args:
+            callback: a `BackupAndRestore`, maybe of a class of the user's, whose own methods come first.
+            strategy: the tfdist strategy of its model.
+            data: the data that `fit` reads, a `data.FitData`.
+            callbacks: all callbacks of this `fit`.
+            build: `build(model)` builds what the first step would, as far as it can.
+        """
+        kind = type(callback)
+        is_kerass = kind is keras.callbacks.BackupAndRestore
+        callback.__class__ = cls if is_kerass else type(kind.__name__, (kind, cls), {})
+        callback._restore(strategy, data, callbacks, build)
+
+    @staticmethod
+    def leave(callback: Any) -> None:
+        """Makes `callback` what it was before `begin`; of a `fit` that has failed nobody else does."""
+        if isinstance(callback, FitBackup):
+            callback.__class__ = type(callback).__bases__[0]
 
     def _share(self, name: str, value: Any) -> Any:
         return json.loads(self._strategy.share(f"BackupAndRestore/{name}", json.dumps(value) if self._is_chief else ""))
@@ -98,58 +98,42 @@ class FitBackup:
         if self._is_chief:
             io_utils.print_msg(f"tfdist: {line}")
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether something was restored: an epoch that runs, the beginning of one, or the end."""
-        return self._path != ""
-
     # Beginning
 
-    def restore(self) -> None:
-        """Restores what is found, before the other callbacks begin."""
-        self._model._initial_epoch = None  # Keras keeps it for the next `fit`
-        self._data.begin()
-        note_optimizers(self._model)
+    def _restore(self, strategy: Any, data: Any, callbacks: Sequence[Any], build: Callable[[Any], None]) -> None:
+        self._strategy, self._data, self._callbacks, self._build = strategy, data, callbacks, build
+        self._directory = str(self.backup_dir)
+        self._key = self._directory if file_utils.is_remote_path(self._directory) else os.path.abspath(self._directory)
+        self._number = self._ended[self._key]
+        self._mark = file_utils.join(self._directory, f"finished-{self._number}.weights.h5")
+        # The latest and the previous file of the weights, and those of Keras's metadata.
+        metadata = self._training_metadata_path, self._prev_training_metadata_path
+        self._files = (self._weights_path, self._prev_weights_path), metadata
+        self._is_chief = is_chief(strategy)
+        self._current_epoch, self._batches = 0, 0
+        self._logs: dict[str, Any] = {}
+        self._restored: State | None = None
+        self._path = ""
+        self._finds_steps = True  # whether a backup may be of the middle of an epoch
+        self._rates: list[tuple[Any, Any]] = []
+        self.model._initial_epoch = None  # Keras keeps it for the next `fit`
+        note_optimizers(self.model)
         self._check_data()
-        if not all(layer.built for layer in self._model._flatten_layers(include_self=True)):
-            self._build(self._model)
-        self._variables = len(self._model.variables)
+        if not all(layer.built for layer in self.model._flatten_layers(include_self=True)):
+            build(self.model)
+        self._variables = len(self.model.variables)
         found = self._on_chief("found", self._find)
         for line in found["lines"]:
             self._say(line)
         self._check_is_shared(found)
-        if found["path"] is None:
-            return
-        self._path, state = found["path"], found["state"]
-        self._load_weights(state)
-        if state is None:  # of Keras without tfdist, which has set the epoch
-            return
-        self._model._initial_epoch = state["epoch"]
-        self._restored = state
-        restore_extra_state(self._model, backup_file.read_arrays(self._path, "extra"))
-        if found["is_over"] or state.get("stop_training") and not state["batch"]:
-            self._model._initial_epoch = self._callback.params["epochs"]
-        if found["is_over"] or "position" not in state:
-            return
-        self._epoch, self._batches = state["epoch"], state["batch"]
-        self._rates = [(v, v.numpy()) for v in getattr(self._model.optimizer, "variables", ()) if v.name == "learning_rate"]
-        self._data.go_to(
-            state["position"], state["validations"], state["logs"], self._say, state["stop_training"], self._is_chief
-        )
-
-    def _check_is_built(self) -> None:
-        """Raises ValueError where the first step has made variables of the model: a backup is restored before that step."""
-        if len(self._model.variables) != self._variables:
-            raise errors.value_error(
-                "`BackupAndRestore` needs a model that is built before `fit`: its first step has made variables, and no run "
-                "could go on from a backup of them.",
-                model=self._model.name,
-                fix="Call the model on a batch, in `strategy.scope()`, before `fit`.",
-            )
+        if found["path"] is not None:
+            self._go_on(found["path"], found["state"], found["is_over"])
+            if self._is_chief:
+                keep_rows_before(callbacks, self.model._initial_epoch or 0)
 
     def _check_data(self) -> None:
         """Says so where no place in the middle of an epoch can be found again."""
-        if self._callback.save_freq == "epoch":
+        if self.save_freq == "epoch":
             return
         if file_utils.is_remote_path(self._directory):
             why = f"{self._directory} is a remote folder, in which only weights and epoch are kept."
@@ -158,83 +142,65 @@ class FitBackup:
                 f"a place in the middle of one cannot be found again in these data: {why}. `keras.utils.set_random_seed(...)` "
                 "before the data are made seeds what has no seed."
             )
-        self.finds_steps = not why
+        self._finds_steps = not why
         if why and self._is_chief:
             warnings.warn(
-                f"`BackupAndRestore(save_freq={self._callback.save_freq})` saves at the end of each epoch only: {why}",
+                f"`BackupAndRestore(save_freq={self.save_freq})` saves at the end of each epoch only: {why}",
                 stacklevel=2,
             )
 
     def _find(self) -> State:
         """Returns what this `fit` begins with: the path of a file, if there is any, its state, and lines for the user."""
-        callback, lines = self._callback, []
-        state, torn = backup_file.read(callback._weights_path)
+        latest, previous, lines = self._weights_path, self._prev_weights_path, []
+        state, torn = backup_file.read(latest)
         if torn:
-            lines.append(f"the backup {callback._weights_path} cannot be read: {torn}")
-            if not file_utils.exists(callback._prev_weights_path):
+            lines.append(f"the backup {latest} cannot be read: {torn}")
+            if not file_utils.exists(previous):
                 lines[-1] += "; there is none before it, and training begins anew"
-            elif why := backup_file.read(callback._prev_weights_path)[1]:
+            elif why := backup_file.read(previous)[1]:
                 lines[-1] += f"; nor can the one before it: {why}; training begins anew"
             else:
                 lines[-1] += "; the one before it is taken"
-                self._bring_back_previous()
-                state, torn = backup_file.read(callback._weights_path)
-        has_latest = file_utils.exists(callback._weights_path)
+                for newer, older in self._files:
+                    if file_utils.exists(older):
+                        file_utils.copy(older, newer)
+                    elif file_utils.exists(newer):
+                        file_utils.remove(newer)
+                state, torn = backup_file.read(latest)
+        has_latest = file_utils.exists(latest)
         is_there = has_latest and not torn
-        if is_there and state is None and file_utils.exists(callback._training_metadata_path):
-            with file_utils.File(callback._training_metadata_path, "r") as file:
+        if is_there and state is None and file_utils.exists(self._training_metadata_path):
+            with file_utils.File(self._training_metadata_path, "r") as file:
                 state = json.loads(file.read())
         over = is_there and state is not None and state.get("fit", 0) > self._number
+        found = {"path": latest if is_there else None, "state": state, "is_over": over, "lines": lines, "has_latest": has_latest}
         mark, run = self._mark, this_run()
         if file_utils.exists(mark):
             mark_state, why = backup_file.read(mark)
             if mark_state is not None and (over or run.restarts(mark_state["run"])):
                 lines.append(f"this `fit` has ended before the restart, and is passed by: its weights are those of {mark}")
-                return {"path": mark, "state": mark_state, "is_over": True, "lines": lines, "has_latest": has_latest}
+                return {**found, "path": mark, "state": mark_state, "is_over": True}
             if mark_state is None or mark_state["run"]["process"] != run.process:
-                self._remove_marks()
+                for path in glob.glob("finished-*.weights.h5", root_dir=self._directory):
+                    os.remove(os.path.join(self._directory, path))
                 lines.append(
                     f"{mark} cannot be read: {why}; it is removed, and this `fit` trains"
                     if why
                     else f"{self._directory} had the end of an earlier run, not of this job: this run trains from its beginning"
                 )
-        if not is_there:
-            return {"path": None, "state": None, "is_over": False, "lines": lines, "has_latest": has_latest}
         if over:
             lines.append(
                 "this `fit` has ended before the failure, and is passed by: the weights are those of the backup of a later one"
             )
-        elif state is not None:
+        elif is_there and state is not None:
             step = f", step {state['batch']}" if state["batch"] and "position" in state else ""
             lines.append(f"training goes on from the backup in {self._directory}: epoch {state['epoch'] + 1}{step}")
-        return {"path": callback._weights_path, "state": state, "is_over": over, "lines": lines, "has_latest": has_latest}
-
-    @property
-    def _mark(self) -> str:
-        return file_utils.join(self._directory, f"finished-{self._number}.weights.h5")
-
-    @property
-    def _files(self) -> tuple[tuple[str, str], ...]:
-        """The latest and the previous file of the weights, and those of Keras's metadata."""
-        callback = self._callback
-        metadata = callback._training_metadata_path, callback._prev_training_metadata_path
-        return (callback._weights_path, callback._prev_weights_path), metadata
-
-    def _remove_marks(self) -> None:
-        for path in glob.glob("finished-*.weights.h5", root_dir=self._directory):
-            os.remove(os.path.join(self._directory, path))
-
-    def _bring_back_previous(self) -> None:
-        for latest, previous in self._files:
-            if file_utils.exists(previous):
-                file_utils.copy(previous, latest)
-            elif file_utils.exists(latest):
-                file_utils.remove(latest)
+        return found
 
     def _check_is_shared(self, found: State) -> None:
         """Raises RuntimeError on a worker that does not see what the chief sees."""
         path = found["path"]
-        same = file_utils.exists(self._callback._weights_path) == found["has_latest"]
+        same = file_utils.exists(self._weights_path) == found["has_latest"]
         if same and path is not None and not self._is_chief:
             state, why = backup_file.read(path)
             # As text: in logs may be NaN, which does not equal itself.
@@ -246,22 +212,38 @@ class FitBackup:
                 fix="Give all workers the same directory of a shared file system.",
             )
 
+    def _go_on(self, path: str, state: State | None, is_over: bool) -> None:
+        """Restores the file at `path`, of that state of `fit`, which may be over."""
+        self._path = path
+        self._load_weights(state)
+        if state is None:  # of Keras without tfdist
+            return
+        self.model._initial_epoch = state["epoch"]
+        self._restored = state
+        restore_extra_state(self.model, backup_file.read_arrays(path, "extra"))
+        if is_over or state.get("stop_training") and not state["batch"]:
+            self.model._initial_epoch = self.params["epochs"]
+        if not is_over and "position" in state:
+            self._current_epoch, self._batches = state["epoch"], state["batch"]
+            self._rates = [(v, v.numpy()) for v in getattr(self.model.optimizer, "variables", ()) if v.name == "learning_rate"]
+            self._data.go_to(state, self._say, self._is_chief)
+
     def _load_weights(self, state: State | None) -> None:
         """Loads the weights, and the state of optimizers, which are built for it; Keras would build `model.optimizer` alone."""
-        if not self._model.built:
+        if not self.model.built:
             raise errors.value_error(
                 "`BackupAndRestore` needs a model that is built before `fit`.",
-                model=self._model.name,
+                model=self.model.name,
                 fix="Call the model on a batch, in `strategy.scope()`, before `fit`.",
             )
-        optimizer = self._model.optimizer
+        optimizer = self.model.optimizer
         with self._strategy.scope():
             if state is not None and "optimizers" in state:
-                build_optimizers(self._model, state["optimizers"])
+                build_optimizers(self.model, state["optimizers"])
             elif optimizer is not None and not optimizer.built:
-                optimizer.build(self._model.trainable_variables)
+                optimizer.build(self.model.trainable_variables)
         try:
-            self._model.load_weights(self._path)
+            self.model.load_weights(self._path)
         except Exception as error:  # the file is whole, as `_find` has seen
             raise errors.value_error(
                 f"The backup cannot be loaded into this model: {str(error).partition(chr(10))[0]}",
@@ -269,7 +251,7 @@ class FitBackup:
                 fix="Give each model a `backup_dir` of its own, or remove the backup to begin anew.",
             ) from error
 
-    def restore_callbacks(self) -> None:
+    def on_train_begin(self, logs: Any = None) -> None:
         """Restores what the other callbacks know; they have begun."""
         if self._restored is not None and "callbacks" in self._restored:
             arrays = backup_file.read_arrays(self._path, "callbacks")
@@ -277,39 +259,51 @@ class FitBackup:
 
     # Running
 
-    def begin_epoch(self, epoch: int) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Restores, where an epoch goes on in its middle, what its beginning has changed; other callbacks have begun it."""
-        self._callback._current_epoch = self._epoch = epoch
+        self._current_epoch = epoch  # in the first epoch behind a restart Keras's is 0
         restored, self._restored = self._restored, None
         if restored is None or not restored["batch"] or "position" not in restored:
             self._batches = 0
             return
-        self._callback._last_batch_seen = restored["batch"] - 1
-        self._model.stop_training = restored["stop_training"]
+        self._last_batch_seen = restored["batch"] - 1
+        self.model.stop_training = restored["stop_training"]
         for variable, value in self._rates:
             variable.assign(value)
-        restore_extra_state(self._model, backup_file.read_arrays(self._path, "extra"))
-        if any(not getattr(metric, "built", True) for metric in self._model.metrics):
-            self._build(self._model)
-        restore_metrics_state(self._model, backup_file.read_arrays(self._path, "metrics"))
+        restore_extra_state(self.model, backup_file.read_arrays(self._path, "extra"))
+        if any(not getattr(metric, "built", True) for metric in self.model.metrics):
+            self._build(self.model)
+        restore_metrics_state(self.model, backup_file.read_arrays(self._path, "metrics"))
 
-    def end_batches(self, batch: int, logs: Any) -> None:
-        """Notes a step that has ended: the last one of an execution."""
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """`batch` is the last one of an execution."""
         self._batches, self._logs = batch + 1, dict(logs or {})
+        if self._finds_steps:
+            super().on_train_batch_end(batch, logs)
 
-    def end_epoch(self, epoch: int) -> None:
-        self._epoch, self._batches, self._logs = epoch + 1, 0, {}
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Where no place in the middle of an epoch is found again, backups are of the ends of epochs, whatever `save_freq` is."""
+        self._batches, self._logs = 0, {}
+        super().on_epoch_end(epoch, logs)
+        if not self._finds_steps and self.save_freq != "epoch":
+            self._save_model()
 
-    def write(self) -> None:
+    def _save_model(self) -> None:
         """Writes a backup of where training is."""
-        self._check_is_built()
-        if self._callback.double_checkpoint:
+        if len(self.model.variables) != self._variables:  # a backup is restored before the first step
+            raise errors.value_error(
+                "`BackupAndRestore` needs a model that is built before `fit`: its first step has made variables, and no run "
+                "could go on from a backup of them.",
+                model=self.model.name,
+                fix="Call the model on a batch, in `strategy.scope()`, before `fit`.",
+            )
+        if self.double_checkpoint:
             write_on_chief(self._strategy, "BackupAndRestore/previous", self._keep_previous)
         if self._is_chief and file_utils.is_remote_path(self._directory) and not file_utils.exists(self._directory):
             file_utils.makedirs(self._directory)
-        state = self._write(self._callback._weights_path)
+        state = self._write(self._weights_path)
         metadata = json.dumps({"epoch": state["epoch"], "batch": state["batch"]}).encode()
-        path = self._callback._training_metadata_path
+        path = self._training_metadata_path
         write_on_chief(self._strategy, "BackupAndRestore/metadata", lambda: _write_bytes(path, metadata))
 
     def _keep_previous(self) -> None:
@@ -320,60 +314,50 @@ class FitBackup:
     def _write(self, path: str, **more: Any) -> State:
         numbers, arrays = callback_states(self._callbacks)
         state = {
-            "epoch": self._epoch,
+            "epoch": self._current_epoch,
             "batch": self._batches,
             "fit": self._number,
-            "position": self._data.position(self._batches),
-            "validations": self._data.validations(),
+            **self._data.state(self._batches),
             "logs": self._logs,
             "callbacks": numbers,
-            "optimizers": trained_variables(self._model),
-            "stop_training": bool(self._model.stop_training),
+            "optimizers": trained_variables(self.model),
+            "stop_training": bool(self.model.stop_training),
             "run": dataclasses.asdict(this_run()),
             **more,
         }
-        groups = {"extra": extra_state(self._model), "callbacks": arrays}
+        groups = {"extra": extra_state(self.model), "callbacks": arrays}
         if self._batches:
-            groups["metrics"] = metrics_state(self._model)
-        backup_file.write(path, self._model, state, groups)
+            groups["metrics"] = metrics_state(self.model)
+        backup_file.write(path, self.model, state, groups)
         return state
 
     # Ending
 
-    def end(self) -> None:
+    def on_train_end(self, logs: Any = None) -> None:
         """Removes the backup, and leaves a mark where a restart of this job can come; other callbacks have ended."""
-        self._model._initial_epoch = None
+        self.model._initial_epoch = None
         self._ended[self._key] += 1
-        history = getattr(self._model, "history", None)
-        if self._restored is not None and "history" in self._restored:
-            if history is not None:
-                history.history, history.epoch = self._restored["history"], self._restored["epochs"]
-            set_random_states(self._restored["random"])
-            self._tell_of_mark()
-            return
-        if self._restored is not None and self._restored.get("fit", 0) > self._number:
-            return
-        leaves_mark = self._share("job", this_run().job != "" and not file_utils.is_remote_path(self._directory))
+        history, restored = getattr(self.model, "history", None), self._restored or {}
+        leaves_mark = "history" in restored
         if leaves_mark:
-            curve, epochs = getattr(history, "history", {}), getattr(history, "epoch", [])
-            self._write(self._mark, history=curve, epochs=epochs, random=random_states())
-            self._tell_of_mark()
-        if self._callback.delete_checkpoint:
-            self._on_chief("remove", lambda: self._remove(leaves_mark))
-
-    def _tell_of_mark(self) -> None:
-        """Lets the launcher remove the mark when the job has succeeded, and no restart can come any more."""
-        if self._is_chief:
-            remove_after_success(self._mark)
+            if history is not None:
+                history.history, history.epoch = restored["history"], restored["epochs"]
+            set_random_states(restored["random"])
+        elif restored.get("fit", 0) <= self._number:
+            leaves_mark = self._share("job", this_run().job != "" and not file_utils.is_remote_path(self._directory))
+            if leaves_mark:
+                curve, epochs = getattr(history, "history", {}), getattr(history, "epoch", [])
+                self._write(self._mark, history=curve, epochs=epochs, random=random_states())
+            if self.delete_checkpoint:
+                self._on_chief("remove", lambda: self._remove(leaves_mark))
+        if leaves_mark and self._is_chief:
+            remove_after_success(self._mark)  # by the launcher: no restart can come any more
+        self.leave(self)
 
     def _remove(self, leaves_mark: bool) -> None:
-        if not leaves_mark:
-            if file_utils.exists(self._directory):
-                file_utils.rmtree(self._directory)
-            return
-        for path in itertools.chain(*self._files):
+        for path in itertools.chain(*self._files) if leaves_mark else [self._directory]:
             if file_utils.exists(path):
-                file_utils.remove(path)
+                (file_utils.remove if leaves_mark else file_utils.rmtree)(path)
 
 
 def _write_bytes(path: str, content: bytes) -> None:

@@ -18,14 +18,14 @@ from keras.src.saving import saving_lib
 from tfdist import errors
 
 
-class DiscardingGroup:
+class DiscardingGroup(dict[str, None]):
     """A group of an HDF5 file that keeps the keys and drops the values."""
 
     name = "/"  # in a `DiscardingFile` too, where h5py has a property
 
     def __init__(self, name: str = "/"):
+        super().__init__()
         self.name = name
-        self._keys: dict[str, None] = {}
 
     @property
     def attrs(self) -> dict[str, Any]:
@@ -40,22 +40,10 @@ class DiscardingGroup:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(key, str):  # otherwise a data set is filled: `dataset[:] = value`
-            self._keys[key] = None
-
-    def __delitem__(self, key: str) -> None:
-        del self._keys[key]
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._keys
-
-    def __len__(self) -> int:
-        return len(self._keys)
+            super().__setitem__(key, None)
 
     def __bool__(self) -> bool:
         return True
-
-    def keys(self) -> list[str]:
-        return list(self._keys)
 
     def get(self, name: str, *args: Any, **kwargs: Any) -> Any:
         raise errors.not_implemented(
@@ -79,8 +67,7 @@ class DiscardingFile(DiscardingGroup, h5py.File):
     def flush(self) -> None:
         pass
 
-    def close(self) -> None:
-        pass
+    close = flush
 
     def __repr__(self) -> str:
         return f"<DiscardingFile {self.filename!r}>"

@@ -11,7 +11,8 @@ Keras saves what its walk over a model finds: the variables that layers store, a
 `extra_state` reads these, and `restore_extra_state` puts them back when the weights are loaded. Metrics are read and put back by
 themselves (`metrics_state`), since `fit` empties them when an epoch begins. What is a rank's own comes back to that rank.
 
-A state is a dictionary of arrays; its names are the same in every run of one program. All workers call these functions at once.
+A state is a dictionary of arrays; its names are the same in every run of one program. All workers call these functions at once;
+they raise ValueError for a state of another model.
 
 Keras's walk and `_iterations`, `_trainable_variables`, `_value` are private to Keras:
 tests/checkpoint/test_private_names_of_saving.py fails when they change.
@@ -30,6 +31,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 
 from tfdist import errors
 from tfdist.checkpoint.discarding import DiscardingStore
+from tfdist.checkpoint.saving import read_state
 from tfdist.sharding import PartialSyncOnReadVariable
 from tfdist.sharding.apart import apart
 from tfdist.sharding.keras_scope import global_generator, set_global_generator
@@ -49,11 +51,7 @@ def extra_state(model: Any) -> State:
 
 
 def restore_extra_state(model: Any, state: State) -> None:
-    """Puts back what `extra_state` has returned, in this process or another; the weights have been loaded.
-
-    Raises:
-        ValueError: `model` has no such variables.
-    """
+    """Puts back what `extra_state` has returned, in this process or another; the weights have been loaded."""
     if global_generator() is None and any(name.startswith("keras.random/") for name in state):
         set_global_generator(apart(lambda: keras.random.SeedGenerator(0)))
     _assign(_variables(model), state)
@@ -65,11 +63,7 @@ def metrics_state(model: Any) -> State:
 
 
 def restore_metrics_state(model: Any, state: State) -> None:
-    """Puts back what `metrics_state` has returned.
-
-    Raises:
-        ValueError: `model` has no such metrics, or they are not built yet.
-    """
+    """Puts back what `metrics_state` has returned; the metrics are built."""
     _assign(_numbered("metrics", model.metrics_variables), state)
 
 
@@ -83,11 +77,7 @@ def trained_variables(model: Any) -> list[list[int]]:
 
 def build_optimizers(model: Any, trained: list[list[int]]) -> None:
     """Builds the optimizers of `model` for the variables that they have trained: Keras loads no state into one that is not built,
-    and builds `model.optimizer` alone.
-
-    Raises:
-        ValueError: `model` has other optimizers, or fewer variables.
-    """
+    and builds `model.optimizer` alone."""
     optimizers, variables = optimizers_of(model), model.variables
     if len(optimizers) != len(trained) or any(number >= len(variables) for of_one in trained for number in of_one):
         raise errors.value_error(
@@ -162,9 +152,7 @@ def _saved_by_keras(model: Any) -> set[int]:
     """Returns the ids of the variables that come back from Keras's weights file as they are on every rank."""
     optimizers = optimizers_of(model)
     store = _Recorder()
-    # Optimizers read their variables to save them, and save them all.
-    visited = {id(optimizer) for optimizer in optimizers}
-    saving_lib._save_state(model, weights_store=store, assets_store=None, inner_path="", visited_saveables=visited)
+    read_state(model, store, skipped=optimizers)  # which read their variables to save them, and save them all
     saved = store.saved | {id(variable) for optimizer in optimizers for variable in optimizer.variables}
     for optimizer in optimizers:
         # Between two updates each rank holds a sum of its own; after an update it is empty.

@@ -1,30 +1,35 @@
-"""The file of Keras's `CSVLogger` in a run that goes on: it keeps the rows of epochs that are not trained again."""
+"""The files of Keras's `CSVLogger` in a run that goes on: they keep the rows of epochs that are not trained again."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import keras
 from keras.src.utils import file_utils
 
 
-def keep_rows_before(logger: Any, epoch: int) -> None:
-    """Drops the rows that this run had written of `epoch` and later ones; rows of runs before, which it has appended to, stay."""
-    if not file_utils.exists(logger.filename):
-        return
+def keep_rows_before(callbacks: Iterable[Any], epoch: int) -> None:
+    """Has each `CSVLogger` in `callbacks` write behind the rows of the epochs that are over.
+
+    Rows that this run had written of `epoch` and later ones are dropped; rows of runs before, which it has appended to, stay.
+    """
+    for logger in callbacks:
+        if isinstance(logger, keras.callbacks.CSVLogger):
+            logger.append = True
+            if file_utils.exists(logger.filename):
+                _drop_rows_from(epoch, logger)
+
+
+def _drop_rows_from(epoch: int, logger: Any) -> None:
     with file_utils.File(logger.filename, "r") as file:
         lines = file.readlines()
-    kept = list(lines)
-    following = None  # the epoch of the row behind, which was dropped
-    while kept and (found := _epoch_of(kept[-1], logger.sep)) is not None and found >= epoch:
-        if following is not None and found != following - 1:
-            break
-        following = found
-        kept.pop()
-    if kept != lines:
+    firsts = [line.partition(logger.sep)[0] for line in lines]
+    epochs = [int(first) if first.isdigit() else -1 for first in firsts]
+    kept = len(lines)
+    # Behind a row of this run that was dropped is none, or that of the next epoch.
+    while kept and epochs[kept - 1] >= epoch and epochs[kept : kept + 1] in ([], [epochs[kept - 1] + 1]):
+        kept -= 1
+    if kept < len(lines):
         with file_utils.File(logger.filename, "w") as file:
-            file.write("".join(kept))
-
-
-def _epoch_of(line: str, separator: str) -> int | None:
-    first = line.partition(separator)[0]
-    return int(first) if first.isdigit() else None
+            file.write("".join(lines[:kept]))

@@ -50,7 +50,8 @@ def save_model(model: Any, filepath: Any, weights_format: str, write: Callable[[
 
     def read() -> None:
         saving_lib._serialize_model_as_json(model)  # a `get_config` may read variables
-        _read_state(model, DiscardingStore(), DiscardingAssets())
+        with contextlib.closing(DiscardingAssets()) as assets:
+            read_state(model, DiscardingStore(), assets)
 
     def write_to(path: str) -> list[UnfailingFile]:
         if not path.endswith(".keras"):
@@ -67,19 +68,18 @@ def save_weights(
     model: Any, filepath: Any, max_shard_size: float | None, objects_to_skip: Iterable[Any] | None, write: Callable[[Any], None]
 ) -> None:
     """Saves a model's weights as `.weights.h5`, or as `.weights.json` with shards."""
-
     add = _addition.get()
 
     def read() -> None:
         store = DiscardingStore() if max_shard_size is None else DiscardingShardedStore(filepath, max_shard_size)
-        _read_state(model, store, None, skipped=objects_to_skip or ())
+        read_state(model, store, skipped=objects_to_skip or ())
 
     def write_to(path: str) -> list[UnfailingFile]:
         if max_shard_size is not None:
             write(path)
             return []
         with contextlib.closing(UnfailingStore(path, is_sealed=add is not None)) as store:
-            _read_state(model, store, None, skipped=objects_to_skip or ())
+            read_state(model, store, skipped=objects_to_skip or ())
             if add is not None:
                 add(store.h5_file)
         return [store.io_file]
@@ -177,11 +177,9 @@ def _written(filepath: Any, write: _Write, read: Callable[[], None], makes_direc
     return None
 
 
-def _read_state(model: Any, store: saving_lib.H5IOStore, assets: DiscardingAssets | None, skipped: Iterable[Any] = ()) -> None:
+def read_state(
+    model: Any, store: saving_lib.H5IOStore, assets: DiscardingAssets | None = None, skipped: Iterable[Any] = ()
+) -> None:
     """Reads what Keras would save, by Keras's own walk."""
-    try:
-        visited = {id(saveable) for saveable in skipped}
-        saving_lib._save_state(model, weights_store=store, assets_store=assets, inner_path="", visited_saveables=visited)
-    finally:
-        if assets is not None:
-            assets.close()
+    visited = {id(saveable) for saveable in skipped}
+    saving_lib._save_state(model, weights_store=store, assets_store=assets, inner_path="", visited_saveables=visited)

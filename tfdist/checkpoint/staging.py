@@ -54,21 +54,13 @@ def staged(path: str | os.PathLike[str], makes_directory: bool = False) -> Itera
 
 
 def write_bytes(path: str, content: bytes) -> None:
-    """Writes a file that appears whole.
-
-    Raises:
-        OSError: the disk refuses it; a file that was there before is as it was.
-    """
+    """Writes a file that appears whole; if the disk refuses it, OSError is raised and one that was there is as it was."""
     with _of_size(path, len(content)) as target, open(target, "wb") as file:
         file.write(content)
 
 
 def copy_file(source: str, path: str) -> None:
-    """Copies a file to one that appears whole.
-
-    Raises:
-        OSError: as `write_bytes`.
-    """
+    """Copies a file to one that appears whole; raises OSError as `write_bytes`."""
     with _of_size(path, os.path.getsize(source)) as target:
         shutil.copyfile(source, target)
 

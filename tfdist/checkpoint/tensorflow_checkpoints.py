@@ -34,11 +34,7 @@ _TOKEN = ".tfdist-writing"
 
 
 def refuse_background(checkpoint: Any) -> None:
-    """Refuses to write a checkpoint in the background.
-
-    Raises:
-        NotImplementedError: its variables are of several workers.
-    """
+    """Raises NotImplementedError for a checkpoint to be written in the background whose variables are of several workers."""
     if cluster_strategy_of(tf.train.TrackableView(checkpoint).descendants()) is not None:
         raise errors.not_implemented(
             "`tf.train.Checkpoint` cannot be written in the background under several workers: reading its variables is a "

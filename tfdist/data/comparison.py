@@ -88,8 +88,7 @@ def _digest(sample: np.ndarray) -> tuple[float, float]:
 def _tensors(structure: Any) -> list[Any]:
     """Returns the tensors, or their specs, of which a sample can be taken."""
     flat = [x for x in tf.nest.flatten(structure, expand_composites=True) if isinstance(x, tf.Tensor | tf.TensorSpec)]
-    numbers = [x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_complex for x in flat]
-    return [x for x, is_number in zip(flat, numbers, strict=True) if is_number or x.dtype in (tf.bool, tf.string)]
+    return [x for x in flat if x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_complex or x.dtype in (tf.bool, tf.string)]
 
 
 def _sample(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

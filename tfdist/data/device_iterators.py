@@ -57,20 +57,12 @@ class _Iterated:
     """A mixin of a distributed dataset, which makes iterators of tfdist's. `_held_as` names the attribute with its datasets."""
 
     _held_as: str
+    _spec: type
 
     @property
     def _type_spec(self) -> Any:
-        spec = super()._type_spec
-        kind = _DatasetSpec if isinstance(self, DistributedDataset) else _FromFunctionSpec
-        ends = self._enable_get_next_as_optional
-        return kind(
-            spec._input_workers,
-            spec._element_spec,
-            spec._strategy,
-            spec._options,
-            cardinality=self._cardinality,
-            enable_get_next_as_optional=ends,
-        )
+        known = self._input_workers, self._element_spec, self._strategy, self._options
+        return self._spec(*known, self._cardinality, self._enable_get_next_as_optional)
 
     def end_after(self, steps: int, ends: Ends | None) -> Self:
         """Lets iterators end after so many steps, which may be unknown, as `ends` tells; None: on all workers together."""
@@ -119,13 +111,13 @@ class DistributedDataset(_Iterated, input_lib.DistributedDataset):
 
     given: tf.data.Dataset | None = None
 
-    _held_as = "_cloned_datasets"
+    _held_as, _spec = "_cloned_datasets", _DatasetSpec
 
 
 class DistributedDatasetsFromFunction(_Iterated, input_lib.DistributedDatasetsFromFunction):
     """A dataset of a tfdist strategy that a function has made."""
 
-    _held_as = "_datasets"
+    _held_as, _spec = "_datasets", _FromFunctionSpec
 
 
 class _WorkerIterator(input_lib._SingleWorkerOwnedDatasetIterator):

@@ -13,7 +13,10 @@ begins with one message, of one number a worker.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
+from collections.abc import Iterator
 
 import tensorflow as tf
 
@@ -75,7 +78,30 @@ class Ends:
         return []
 
 
-def told(message: str) -> str | None:
-    """Returns what `Ends.checks` has said, from the `message` of an error of a graph; None: it has said nothing."""
-    begin, end = message.find("The data have ended early on "), message.find(_FIX)
-    return None if begin < 0 or end < begin else message[begin:end] + _FIX
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """A block in which data that end early raise RuntimeError with those words alone, in a graph as elsewhere."""
+    try:
+        yield
+    except (tf.errors.InvalidArgumentError, tf.errors.FailedPreconditionError) as error:
+        message = str(error)
+        begin, end = message.find("The data have ended early on "), message.find(_FIX)
+        text = _of_length(message) if begin < 0 or end < begin else message[begin:end] + _FIX
+        if text is None:
+            raise
+        raise RuntimeError(text) from None
+
+
+def _of_length(message: str) -> str | None:
+    """Returns what `parts.of_known_length` has to say, from the `message` of TensorFlow's error; None: it is another error."""
+    found = re.search(r"Input dataset was expected to contain (\d+) elements but contained (only|at least) (\d+)", message)
+    if found is None:
+        return None
+    said, least, read = found.groups()
+    return errors.message(
+        f"The data have ended early on this worker: they have {read} batches, and have said that they have {said}."
+        if least == "only"
+        else f"The data have at least {read} batches on this worker, and have said that they have {said}.",
+        fix="The other workers count on it. Look for files that are missing and for examples that are dropped "
+        "(`ignore_errors`), or say the right number in `tf.data.experimental.assert_cardinality`.",
+    )

@@ -11,7 +11,6 @@ when the call is over: another number of batches on each worker, which would tra
 from __future__ import annotations
 
 import collections
-import threading
 import types
 import weakref
 from collections.abc import Iterable, Iterator
@@ -24,36 +23,32 @@ class Tape:
     _tapes: weakref.WeakKeyDictionary[types.GeneratorType[Any, Any, Any], Tape] = weakref.WeakKeyDictionary()
 
     def __init__(self, given_back: Iterable[Any]):
-        self._unused = collections.deque(given_back)
-        self._missing = 0  # batches that steps have asked for, and that are not read yet
-        self._lock = threading.Lock()  # steps are another thread's
+        self._read = collections.deque(given_back)  # without those that are dropped
+        self._used = self._dropped = 0  # batches; steps, which are another thread's, use them before or behind their reading
 
     @classmethod
     def of(cls, generator: types.GeneratorType[Any, Any, Any]) -> Tape:
         """Returns the tape of a call that is given `generator`; that of the call before is over."""
         before = cls._tapes.get(generator)
-        tape = cls._tapes[generator] = cls(() if before is None else before._unused)
+        tape = cls._tapes[generator] = cls(() if before is None else before._unused())
         return tape
+
+    def _unused(self) -> collections.deque[Any]:
+        while self._dropped < self._used and self._read:
+            self._read.popleft()
+            self._dropped += 1
+        return self._read
 
     def batches(self, generator: types.GeneratorType[Any, Any, Any]) -> Iterator[Any]:
         """Yields what was given back, and then the batches of `generator`, which stays open; a generator itself."""
-        yield from list(self._unused)
+        yield from list(self._read)
         for batch in generator:
-            with self._lock:
-                if self._missing:
-                    self._missing -= 1
-                else:
-                    self._unused.append(batch)
+            self._unused().append(batch)
             yield batch
 
     def use(self, number: int) -> None:
         """Says that a step takes the next `number` batches."""
-        with self._lock:
-            for _ in range(number):
-                if self._unused:
-                    self._unused.popleft()
-                else:
-                    self._missing += 1
+        self._used += number
 
     def used_by(self, steps: Iterable[Any], batches: int) -> Iterator[Any]:
         """Yields `steps`, each of which takes so many batches."""

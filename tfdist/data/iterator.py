@@ -86,15 +86,8 @@ class DistributedIterator(input_lib.DistributedIterator):
 
     @property
     def _type_spec(self) -> _IteratorSpec:
-        return _IteratorSpec(
-            self._input_workers,
-            self._element_spec,
-            self._strategy,
-            self._options,
-            self._cardinality,
-            self._enable_get_next_as_optional,
-            self._replica_order,
-        )
+        known = self._input_workers, self._element_spec, self._strategy, self._options
+        return _IteratorSpec(*known, self._cardinality, self._enable_get_next_as_optional, self._replica_order)
 
     def count_batches(self) -> None:
         """Begins to count the batches of each worker, where that is asked."""

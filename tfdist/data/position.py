@@ -13,27 +13,26 @@ writes to a variable (Keras's layers of random augmentation), Python code. A `Py
 its batches; the order that Keras shuffles it in, and what it draws from Python's and NumPy's global generators, are found again
 by their states at the beginning of the epoch.
 
-Note: what cannot be found again. `shuffle` without any seed, and `deterministic=False`: see `unfindable`. A Python generator that
-the user has made is read from its beginning, in the hope that it yields the same again.
-
-Private to Keras: `EpochIterator` and its adapters; tests/data/test_position.py fails when they change.
+Note: what cannot be found again. `shuffle` without any seed, and `deterministic=False`: see `FitData.unfindable`. A Python
+generator of the user's is read from its beginning, in the hope that it yields the same again.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import json
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from tfdist import errors
+from tfdist.data.epoch_iterator import EpochIterator, EpochLog, Step
 from tfdist.data.signature import (
-    DatasetSignature,
+    Signature,
     dataset_signature,
     difference,
     inputs_of,
@@ -44,7 +43,7 @@ from tfdist.data.signature import (
 )
 from tfdist.runtime import random_states, set_random_states
 
-Steps = Iterable[tuple[int, int, Any]]  # first and last batch of an execution, and the iterator that has them
+Say = Callable[[str], None]
 
 # Datasets that make the iterators of their inputs when their own is made.
 _MADE_AT_ONCE = set(
@@ -57,85 +56,21 @@ _MADE_AT_ONCE = set(
 )
 # Operations by which a function that is mapped over elements keeps something beyond its iterator, or may do so.
 _KEEPING = ("Assign", "Rng", "PyFunc", "EagerPyFunc")
-# Attributes of Keras's iterator.
-_LOG, _JOURNEY, _RANDOM = "_tfdist_epochs", "_tfdist_journey", "_tfdist_random"
+_FIT = "_tfdist_fit_data"  # an attribute of a model
 _QUIET_SECONDS = 10.0  # before reading on is told of, and between two lines of it
 
 
-def given_dataset(iterator: Any) -> tf.data.Dataset | None:
-    """Returns the dataset of this worker that Keras's `iterator` reads, before it is split for devices."""
-    distributed = iterator._distributed_dataset
-    for name in ("given", "_original_dataset"):
-        if getattr(distributed, name, None) is not None:
-            return getattr(distributed, name)
-    parts = getattr(distributed, "_datasets", None)  # of a function of each worker
-    return parts[0] if parts else None
-
-
-def unfindable(iterator: Any) -> str:
-    """Returns why the place in the data of Keras's `iterator` cannot be found by another process; "" where it can."""
-    signature = _signature(iterator)
-    if signature is None or isinstance(iterator.data_adapter, GeneratorDataAdapter | PyDatasetAdapter):
-        return ""
-    for found, why in ((unseeded(signature), "has no seed"), (unordered(signature), "yields its elements in any order")):
-        if found:
-            return f"{found[0]} {why}"
-    return ""
-
-
-def is_generator(iterator: Any) -> bool:
-    """Whether Keras's `iterator` reads a Python generator, which begins where the user's program has left it."""
-    return isinstance(iterator.data_adapter, GeneratorDataAdapter)
-
-
-def first_batch(iterator: Any) -> Any:
-    """Returns the first batch of a generator, which Keras has read when it made its `iterator`, and will yield again."""
-    return iterator.data_adapter._first_batches[0]
-
-
-def position_of(iterator: Any, batches: int) -> dict[str, Any]:
-    """Returns a place in the data of Keras's `iterator`, as what JSON can carry: `batches` of the epoch that runs, 0 its end."""
-    signature = _signature(iterator)
-    return {
-        "epochs": log_of(iterator).past(with_current=batches == 0),
-        "batches": batches,
-        "random": vars(iterator).get(_RANDOM),
-        "signature": None if signature is None else signature.to_json(),
-    }
-
-
-def check_same_data(iterator: Any, position: dict[str, Any]) -> None:
-    """Raises ValueError when the data of Keras's `iterator` are not those that `position` is a place in, as far as is known."""
-    mine, theirs = _signature(iterator), position["signature"]
-    if mine is None or theirs is None:
-        return
-    # Through text and back: what was stored has become lists there.
-    different = difference(DatasetSignature.from_json(mine.to_json()), DatasetSignature.from_json(theirs))
-    if different is not None:
-        raise errors.value_error(
-            f"The backup is of the middle of an epoch, and the data are not those of that epoch: {different} in the backup.",
-            fix="Give `fit` the same data as before, made after the same `keras.utils.set_random_seed`, or remove `backup_dir`.",
-        )
-
-
-def _signature(iterator: Any) -> DatasetSignature | None:
-    dataset = given_dataset(iterator)
-    return None if dataset is None else dataset_signature(dataset)
-
-
-def must_be_read(iterator: Any, starts_anew: bool = False) -> bool:
+def must_be_read(iterator: EpochIterator, starts_anew: bool = False) -> bool:
     """Whether epochs that are over must be read to come to a place behind them, instead of making their iterators only.
 
     With `starts_anew` each epoch has an iterator of its own even with `steps_per_epoch`, as `evaluate` has.
     """
     steps, batches = iterator.steps_per_epoch, iterator.data_adapter.num_batches
     keeps_its_iterator = steps is not None and not (batches and steps >= batches)
-    if keeps_its_iterator and not starts_anew or is_generator(iterator):
+    if keeps_its_iterator and not starts_anew or iterator.is_generator:
         return True
-    if isinstance(iterator.data_adapter, PyDatasetAdapter):
-        return False
-    dataset = given_dataset(iterator)
-    return dataset is None or _moves_on_when_read(dataset)
+    dataset = iterator.given_dataset
+    return not iterator.is_py_dataset and (dataset is None or _moves_on_when_read(dataset))
 
 
 def _moves_on_when_read(dataset: tf.data.Dataset) -> bool:
@@ -157,93 +92,42 @@ def _moves_on_when_read(dataset: tf.data.Dataset) -> bool:
 # Going there
 
 
-def go_to(iterator: Any, position: dict[str, Any], say: Callable[[str], None], starts_anew: bool = False) -> None:
-    """Lets Keras's `iterator` begin at `position` when it is enumerated next. `say` is called with lines for the user.
-
-    A position with `"ends": True` is the end of its epoch, whatever data there would be; `starts_anew` is as in `must_be_read`.
-    """
-    vars(iterator)[_JOURNEY] = _Journey(iterator, position, say, starts_anew)
-
-
-def steps_of(iterator: Any, enumerate_epoch: Callable[[], Steps]) -> Steps:
-    """Returns the steps of the next epoch of Keras's `iterator`, as `enumerate_epoch()` does, from where `go_to` has said.
-
-    The steps of what nobody asks the position of are left alone.
-    """
-    journey = vars(iterator).pop(_JOURNEY, None)
-    if journey is not None:
-        return journey.steps(enumerate_epoch)
-    if _LOG not in vars(iterator):
-        return enumerate_epoch()
-    if isinstance(iterator.data_adapter, PyDatasetAdapter):
-        vars(iterator)[_RANDOM] = random_states()
-    return vars(iterator)[_LOG].follow(enumerate_epoch())
-
-
-def log_of(iterator: Any) -> EpochLog:
-    """Returns how the epochs of Keras's `iterator` have ended, which are noted from the first call on."""
-    return vars(iterator).setdefault(_LOG, EpochLog())
-
-
-class EpochLog:
-    """How the epochs of an iterator have ended: None behind their last step, or in which step the data had run out.
-
-    Keras leaves an epoch that ends by running out where it is, and makes an iterator more at the end of any other.
-    """
-
-    def __init__(self) -> None:
-        self._ends: list[int | None] = []
-        self._current: int | None = None  # steps begun; None: no epoch, or one that has ended behind its last step
-
-    def past(self, with_current: bool = False) -> list[list[Any]]:
-        """Returns the epochs that are over, as runs of [number, how they ended]."""
-        current = [self._current] if with_current and self._current is not None else []
-        return [[len(list(run)), end] for end, run in itertools.groupby([*self._ends, *current])]
-
-    def follow(self, steps: Steps) -> Iterator[tuple[int, int, Any]]:
-        """Yields the `steps` of the next epoch, and notes how it ends."""
-        if self._current is not None:
-            self._ends.append(self._current)
-        self._current = 0
-        for step in steps:
-            self._current += 1
-            yield step
-        self._ends.append(None)
-        self._current = None
-
-
 class _Journey:
-    """The way of Keras's iterator to a position."""
+    """The way of Keras's iterator to `batches` of the epoch behind the `epochs` that are over; None: to the end of that epoch.
 
-    def __init__(self, iterator: Any, position: dict[str, Any], say: Callable[[str], None], starts_anew: bool):
-        self._iterator, self._position, self._say = iterator, position, say
+    With `starts_anew` each epoch has an iterator of its own, as in `must_be_read`. `say` is called with lines for the user.
+    """
+
+    def __init__(
+        self, iterator: EpochIterator, epochs: Any, batches: int | None, random: Any, say: Say, starts_anew: bool = False
+    ):
+        self._iterator, self._epochs, self._batches, self._random = iterator, epochs, batches, random
         self._reads, self._starts_anew = must_be_read(iterator, starts_anew), starts_anew
-        self._number, self._told = 0, time.monotonic()
+        self._say, self._number, self._told = say, 0, time.monotonic()
 
-    def steps(self, enumerate_epoch: Callable[[], Steps]) -> Iterator[tuple[int, int, Any]]:
-        iterator, position, log = self._iterator, self._position, log_of(self._iterator)
-        for number, end in position["epochs"]:
+    def steps(self) -> Iterator[Step]:
+        """Yields the steps that are left in that epoch."""
+        iterator = self._iterator
+        for number, end in self._epochs:
             for _ in range(number):
-                self._pass_epoch(log.follow(enumerate_epoch()), end)
+                self._pass_epoch(end)
                 if self._starts_anew:
                     running = iterator._epoch_iterator  # this one
                     iterator.reset()
                     iterator._epoch_iterator = running
-        if isinstance(iterator.data_adapter, PyDatasetAdapter):
-            if position["random"] is not None and not self._reads:
-                set_random_states(position["random"])
-            vars(iterator)[_RANDOM] = random_states()
-        if position.get("ends"):
+        if self._random is not None and not self._reads:
+            set_random_states(self._random)
+        if self._batches is None:
             return
-        for begin, end, batches in log.follow(enumerate_epoch()):
-            if begin >= position["batches"]:
+        for begin, end, batches in iterator.logged_steps():
+            if begin >= self._batches:
                 yield begin, end, batches
             else:
                 self._take(batches, end + 1 - begin)
         if self._number and time.monotonic() - self._told > _QUIET_SECONDS:
             self._say(f"{self._number:,} batches were read and dropped to come to the place of the backup")
 
-    def _pass_epoch(self, steps: Steps, end: int | None) -> None:
+    def _pass_epoch(self, end: int | None) -> None:
         """Has an epoch that is over once more, without its steps: one that has ended in `end`, as `EpochLog` notes it."""
         iterator = self._iterator
         enqueuer = getattr(iterator.data_adapter, "enqueuer", None)
@@ -251,7 +135,7 @@ class _Journey:
             iterator.data_adapter.enqueuer = None  # it would read ahead, and keep what it has read
         with warnings.catch_warnings(), iterator.catch_stop_iteration():
             warnings.simplefilter("ignore")  # that the data have run out was said when they did
-            for number, (first, last, batches) in enumerate(steps, start=1):
+            for number, (first, last, batches) in enumerate(iterator.logged_steps(), start=1):
                 if self._reads and not self._take(batches, last + 1 - first) or number == end:
                     raise StopIteration
         if enqueuer is not None:
@@ -269,3 +153,113 @@ class _Journey:
                 self._told = time.monotonic()
                 self._say(f"{self._number:,} batches read and dropped so far, on the way to the place of the backup")
         return True
+
+
+# What a backup asks
+
+
+class FitData:
+    """The data of one `fit`, and of its validations. It lives until the model's next `fit`, and keeps no data alive.
+
+    Args:
+        iterator: that of the data that are trained on.
+    """
+
+    def __init__(self, iterator: EpochIterator):
+        self._iterator = weakref.ref(iterator)
+        iterator.log = EpochLog()  # what was read before a restarted program reads again by itself
+        self._validations: list[list[Any]] = []  # before this process began
+        self._validated: EpochLog | None = None
+        self._logs: Any = None
+        self._say: Say = print
+
+    @staticmethod
+    @contextlib.contextmanager
+    def noted(model: Any, iterator: EpochIterator) -> Iterator[None]:
+        """Within it Keras looks at its `iterator`, of what `fit` of `model` is about to read, or a validation in it."""
+        if iterator is not getattr(model, "_eval_epoch_iterator", None):
+            yield
+            vars(model)[_FIT] = FitData(iterator)
+            return
+        data = FitData.of(model)
+        if data is not None:
+            # To look may make an iterator, each time: so many are behind a validation.
+            data._validated = iterator.log = iterator.log or EpochLog()
+        yield
+        if data is not None and data._validations:
+            iterator.journey = _Journey(iterator, data._validations, 0, None, data._say, starts_anew=True).steps()
+            data._validations = []
+
+    @staticmethod
+    def of(model: Any) -> FitData | None:
+        """Returns the data of the `fit` of `model` that runs, or ran last; None before the first under a tfdist strategy."""
+        return vars(model).get(_FIT)
+
+    @property
+    def iterator(self) -> EpochIterator:
+        """It lives as long as the `fit`."""
+        return self._iterator()
+
+    def _signature(self) -> Signature | None:
+        dataset = self.iterator.given_dataset
+        return None if dataset is None else dataset_signature(dataset)
+
+    def unfindable(self) -> str:
+        """Returns why the place in these data cannot be found by another process; "" where it can."""
+        signature = self._signature()
+        if signature is None or self.iterator.is_generator or self.iterator.is_py_dataset:
+            return ""
+        for found, why in ((unseeded(signature), "has no seed"), (unordered(signature), "yields its elements in any order")):
+            if found:
+                return f"{found[0]} {why}"
+        return ""
+
+    def state(self, batches: int) -> dict[str, Any]:
+        """Returns the place behind `batches` of the epoch that runs, with 0 behind its end, as what JSON can carry."""
+        signature, iterator = self._signature(), self.iterator
+        position = {
+            "epochs": iterator.log.past(with_current=batches == 0),
+            "batches": batches,
+            # Behind the end of an epoch the next one begins with what it has left.
+            "random": iterator.random if batches or not iterator.is_py_dataset else random_states(),
+            "signature": None if signature is None else json.dumps(signature),
+        }
+        over = self._validations if self._validated is None else self._validated.past(with_current=True)
+        return {"position": position, "validations": over}
+
+    def go_to(self, state: dict[str, Any], say: Say, is_chief: bool) -> None:
+        """Lets training begin at the place of a backup's `state`, and validation behind the validations that are over.
+
+        Args:
+            state: what `state` has returned, with `logs`, those of the step before, which are the epoch's where no step is left
+                in it, and with `stop_training`, whether the epoch ends at the place.
+            say: called with lines for the user.
+            is_chief: workers that read parts of their own have other data than the chief, whose state it is.
+
+        Raises:
+            ValueError: the place is in the middle of an epoch of other data.
+        """
+        position = state["position"]
+        mine, theirs = self._signature(), position["signature"]
+        different = mine and theirs and difference(mine, json.loads(theirs))
+        if different and position["batches"] and is_chief:
+            raise errors.value_error(
+                f"The backup is of the middle of an epoch, and the data are not those of that epoch: {different} in the backup.",
+                fix="Give `fit` the same data as before, made after the same `keras.utils.set_random_seed`, or remove "
+                "`backup_dir`.",
+            )
+        if self.iterator.is_generator and is_chief:
+            warnings.warn(
+                "`fit` goes on from a backup, and its data are a Python generator, of which the place cannot be known: batches "
+                "that were read before the failure are read and dropped, which is right if the generator yields the same again. "
+                "A `tf.data.Dataset` or a `keras.utils.PyDataset` goes on at its place for certain.",
+                stacklevel=2,
+            )
+        self._validations, self._logs, self._say = state["validations"], state["logs"], say
+        batches = None if state["stop_training"] and position["batches"] else position["batches"]
+        self.iterator.journey = _Journey(self.iterator, position["epochs"], batches, position["random"], say).steps()
+
+    def logs(self, logs: Any) -> Any:
+        """Returns the logs of the last step of an epoch: `logs`, or, where an epoch went on behind its last step, what it had."""
+        before, self._logs = self._logs, None
+        return logs or before or logs

@@ -29,7 +29,6 @@ changes goes unnoticed here; tests/data/test_signature.py notices.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import posixpath
@@ -44,6 +43,10 @@ from tfdist import errors
 from tfdist.data.comparison import Digest, digest_of, is_same
 
 _Values = dict[str, Any]
+# What can be told about the elements of a dataset and their order without running it: the lines of the list above, pairs of a
+# name and what is known of it by attribute; as JSON about a kilobyte for ten transformations. Two different ones prove that
+# workers read different datasets; two equal ones do not prove equal data.
+Signature = list[list[Any]]
 
 # Attributes of dataset objects on which the elements or their order depend, where they are known before the data comes.
 _ATTRIBUTES = """
@@ -61,27 +64,7 @@ _PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}  # operations that call i
 _HEAD_VALUES = 64  # so many values of a source, or of a constant, are compared
 
 
-@dataclasses.dataclass(frozen=True)
-class DatasetSignature:
-    """What can be told about the elements of a dataset and their order without running it; `dataset_signature` makes it.
-
-    Two different signatures prove that the workers read different datasets; two equal ones do not prove equal data. `entries` are
-    the lines of the list above: pairs of a name and what is known of it by attribute.
-    """
-
-    entries: tuple[tuple[str, _Values], ...]
-
-    def to_json(self) -> str:
-        """Returns the signature as text, about a kilobyte for ten transformations; the inverse of `from_json`."""
-        return json.dumps(self.entries)
-
-    @classmethod
-    def from_json(cls, text: str) -> DatasetSignature:
-        """Returns the signature that `to_json` wrote."""
-        return cls(tuple((name, values) for name, values in json.loads(text)))
-
-
-def dataset_signature(dataset: tf.data.Dataset) -> DatasetSignature:
+def dataset_signature(dataset: tf.data.Dataset) -> Signature:
     """Lists what the elements of `dataset` and their order depend on; raises ValueError for what is no `tf.data.Dataset`.
 
     Making a signature takes milliseconds: nothing is iterated, and of data in memory only the first values are read. Of a kind of
@@ -91,29 +74,29 @@ def dataset_signature(dataset: tf.data.Dataset) -> DatasetSignature:
         raise errors.value_error("`dataset` must be a `tf.data.Dataset`.", dataset=dataset)
     spec, is_deterministic = str(dataset.element_spec), dataset.options().deterministic
     whole = _known(element_spec=spec, cardinality=dataset.cardinality(), deterministic=is_deterministic)
-    return DatasetSignature((("dataset", whole), *_walk(dataset)))
+    return json.loads(json.dumps([("dataset", whole), *_walk(dataset)]))  # with lists, as another worker's or a stored one
 
 
-def unseeded(signature: DatasetSignature) -> list[str]:
+def unseeded(signature: Signature) -> list[str]:
     """Returns the parts of a dataset that shuffle or draw at random without any seed, like "ShuffleDataset(buffer_size=1024)".
 
     They differ on every worker. `keras.utils.set_random_seed(...)` before the dataset is built, or a `seed` argument, seeds them.
     """
     return [
         _text(name, {key: values[key] for key in ("buffer_size",) if key in values})
-        for name, values in signature.entries
+        for name, values in signature
         if values.get("seed") == values.get("seed2") == 0 and values.get("buffer_size") != 1  # a buffer of 1 keeps the order
     ]
 
 
-def unordered(signature: DatasetSignature) -> list[str]:
+def unordered(signature: Signature) -> list[str]:
     """Returns the parts of a dataset that may yield their elements in another order on each run (`deterministic=False`).
 
     They look like "ParallelMapDataset(deterministic='false')"; "dataset(...)" stands for `tf.data.Options.deterministic`.
     """
     return [
         _text(name, {"deterministic": values["deterministic"]})
-        for name, values in signature.entries
+        for name, values in signature
         if values.get("deterministic") in (False, "false")
     ]
 
@@ -124,17 +107,23 @@ def runs_python(dataset: tf.data.Dataset) -> bool:
 
 
 def transformations(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """Yields `dataset`, its last transformation, and all that it reads from."""
-    waiting = [dataset]
+    """Yields `dataset`, its last transformation, and all that it reads from: each dataset before its inputs, these in order.
+
+    One dataset that is used twice, as in `zip((a, a))`, comes twice, and what it reads from once.
+    """
+    seen: set[int] = set()
+    waiting = [dataset]  # a stack of our own: datasets built in a loop are deeper than Python's
     while waiting:
         node, _ = unwrapped(waiting.pop())
         yield node
-        waiting += inputs_of(node)
+        if id(node) not in seen:
+            seen.add(id(node))
+            waiting += reversed(inputs_of(node))
 
 
-def difference(mine: DatasetSignature, theirs: DatasetSignature) -> str | None:
+def difference(mine: Signature, theirs: Signature) -> str | None:
     """Returns the first difference of two signatures in words ("here" is `mine`, "there" is `theirs`), None if they are equal."""
-    for one, other in itertools.zip_longest(mine.entries, theirs.entries):
+    for one, other in itertools.zip_longest(mine, theirs):
         if one == other:
             continue
         if one is None or other is None or one[0] != other[0]:
@@ -155,17 +144,13 @@ def _text(name: str, values: _Values) -> str:
 
 
 def _walk(dataset: tf.data.Dataset) -> Iterator[tuple[str, _Values]]:
-    """Yields the entries of `dataset` and of what it reads from: each dataset before its inputs, these in order."""
     seen: set[int] = set()
-    waiting = [dataset]  # a stack of our own: datasets built in a loop are deeper than Python's
-    while waiting:
-        node, name = unwrapped(waiting.pop())
-        if id(node) in seen:  # one dataset used twice, as in `zip((a, a))`
+    for node in transformations(dataset):
+        inputs, name = inputs_of(node), unwrapped(node)[1]
+        if id(node) in seen:
             yield name, {"again": True}
             continue
         seen.add(id(node))
-        inputs = inputs_of(node)
-        waiting += reversed(inputs)
         if name in _TRANSPARENT:
             continue
         operations = operations_of(node)

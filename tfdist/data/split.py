@@ -26,21 +26,9 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.data.dealing import Dealing, may_differ
 from tfdist.data.kept_functions import flat_map
-from tfdist.data.parts import times_as_long, with_spec
+from tfdist.data.parts import times_as_long
 
 _TENSOR_SPECS = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
-
-
-class NothingSpec(tf.NoneTensorSpec):
-    """The spec of None. TensorFlow's has no value for a rank without a batch, which `_create_empty_value` is asked for."""
-
-    def _create_empty_value(self) -> None:
-        return None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, tf.NoneTensorSpec)
-
-    __hash__ = tf.NoneTensorSpec.__hash__
 
 
 def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]) -> tf.data.Dataset:
@@ -106,13 +94,9 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
         elements = map(tf.data.Dataset.from_tensors, pieces(*batch))
         return functools.reduce(tf.data.Dataset.concatenate, elements)
 
-    if num_parts == 1 and len(parts) == 1:
-        split = dataset
-    else:
-        split = times_as_long(flat_map(dataset, all_pieces, (num_parts, parts, differs)), dataset, len(parts))
-    if not any(map(_is_nothing, tf.nest.flatten(split.element_spec))):
-        return split
-    return with_spec(split, tf.nest.map_structure(lambda x: NothingSpec() if _is_nothing(x) else x, split.element_spec))
+    if num_parts == len(parts) == 1 and not any(isinstance(spec, tf.OptionalSpec) for spec in tf.nest.flatten(element_spec)):
+        return dataset
+    return times_as_long(flat_map(dataset, all_pieces, (num_parts, parts, differs)), dataset, len(parts))
 
 
 def _check_arguments(dataset: tf.data.Dataset, num_parts: int, parts: tuple[int, ...]) -> None:

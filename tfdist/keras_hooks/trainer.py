@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -13,7 +12,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.checkpoint import tfdist_strategy
-from tfdist.data import FitData, Tape, position, steps
+from tfdist.data import EpochIterator, FitData
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, is_users, replaces
 from tfdist.layers import layer_strategy, sharded_tensors
 from tfdist.metrics import updates
@@ -23,9 +22,6 @@ from tfdist.optimizers.support import check_variables, describe
 from tfdist.pipeline.deferred_weights import is_deferred
 from tfdist.pipeline.model import PipelineModel, check_is_pipelined
 from tfdist.sharding import config_of
-
-_TAPE = "_tfdist_tape"
-_EPOCH_ITERATOR = "keras.src.backend.tensorflow.trainer.TFEpochIterator"
 
 
 @replaces(
@@ -121,8 +117,8 @@ def _build_on_symbols(original: Callable[..., None], self: Any, iterator: Any, d
     # What is not built yet is built in the first step, as on one device: steps of one's own use the data in their own way.
     if self.run_eagerly or any(map(is_users, (type(self).train_step, type(self).test_step))):
         return
-    if iterator is not None and position.is_generator(iterator):
-        data_batch = position.first_batch(iterator)  # to read another one would move the generator on
+    if iterator is not None and iterator.is_generator:
+        data_batch = iterator.data_adapter._first_batches[0]  # Keras will yield it again; another one would move it on
     elif iterator is not None:
         data_batch = tf.nest.map_structure(_spec_of_one_rank, iterator._distributed_dataset.element_spec)
         specs = tf.nest.flatten(data_batch)
@@ -137,39 +133,12 @@ def _build_on_symbols(original: Callable[..., None], self: Any, iterator: Any, d
         original(self, data_batch=data_batch)
 
 
-@replaces(_EPOCH_ITERATOR, "__init__")
-def _epoch_iterator(original: Callable[..., None], self: Any, distribute_strategy: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Each worker takes as many steps as its own data, or its own arguments, say; and loses what is read ahead of a generator."""
-    x = kwargs.get("x")
-    if config_of(distribute_strategy) is not None and isinstance(x, types.GeneratorType):
-        tape = vars(self)[_TAPE] = Tape.of(x)
-        kwargs["x"] = tape.batches(x)
-    original(self, distribute_strategy, *args, **kwargs)
-    if config_of(distribute_strategy) is not None:
-        extended = distribute_strategy.extended
-        steps.check_same(extended.tell_all("the steps of an epoch", steps.description(self)), extended.names_of_processes)
-
-
-@replaces(_EPOCH_ITERATOR, "reset", signature="(self)")
-def _reset(original: Callable[..., None], self: Any) -> None:
-    """Each validation would have a generator's first batches again, and then go on behind those that the one before it has read
-    ahead: how many these are differs from worker to worker."""
-    running = self._current_iterator
-    original(self)
-    if config_of(self._distribute_strategy) is not None and position.is_generator(self):
-        self._current_iterator = running
-
-
-@replaces(_EPOCH_ITERATOR, "catch_stop_iteration", signature="(self)")
-def _catch_stop_iteration(original: Callable[..., Any], self: Any) -> Any:
-    """What a graph raises comes with the graph's traceback, behind which nobody finds the worker whose data have ended."""
-    return original(self) if config_of(self._distribute_strategy) is None else _with_plain_errors(original(self))
-
-
-@contextlib.contextmanager
-def _with_plain_errors(block: Any) -> Iterator[None]:
-    with steps.plain_errors(), block:
-        yield
+@replaces("keras.src.backend.tensorflow.trainer", "TFEpochIterator")
+def _epoch_iterator(_: Any) -> Any:
+    """Each worker takes as many steps as its own data, or its own arguments, say. What is read ahead of a generator is lost. What
+    a graph raises comes with the graph's traceback, behind which nobody finds the worker whose data have ended. A `fit` that goes
+    on from a backup begins its data anew."""
+    return EpochIterator
 
 
 def build_for_backup(model: Any) -> None:
@@ -180,15 +149,6 @@ def build_for_backup(model: Any) -> None:
     if all(shape.is_fully_defined() for shape in shapes):
         with contextlib.suppress(Exception), model.distribute_strategy.scope():
             model._symbolic_build(data_batch=specs)
-
-
-@replaces("keras.src.trainers.epoch_iterator.EpochIterator", "_enumerate_iterator")
-def _enumerate_iterator(original: Callable[..., Any], self: Any) -> Any:
-    """A `fit` that goes on from a backup begins where its data were then; what no step has taken of a generator is given back."""
-    tape = vars(self).get(_TAPE)
-    if tape is None:
-        return position.steps_of(self, lambda: original(self))
-    return position.steps_of(self, lambda: tape.used_by(original(self), self.steps_per_execution))
 
 
 @replaces(TRAINER, "_get_metrics_result_or_logs")

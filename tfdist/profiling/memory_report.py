@@ -38,8 +38,7 @@ class DeviceMemory:
 
     @property
     def total_bytes(self) -> int:
-        in_training = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-        return in_training + self.exact_bytes + self.residual_bytes
+        return sum(dataclasses.astuple(self)[1:])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -173,10 +174,10 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
     def _check_same_data(self, dataset: tf.data.Dataset) -> None:
         """Raises ValueError, on every worker, when the workers would not read the same examples in the same order."""
         mine = signature.dataset_signature(dataset)
-        answers = self._coordination.meet("the distribution of a dataset", mine.to_json(), self._timeout_seconds)
+        answers = self._coordination.meet("the distribution of a dataset", json.dumps(mine), self._timeout_seconds)
         tasks = self._cluster.tasks
         for index, answer in enumerate(answers):
-            different = signature.difference(mine, signature.DatasetSignature.from_json(answer))
+            different = signature.difference(mine, json.loads(answer))
             if different is not None:
                 raise errors.value_error(
                     f"Every worker must be given the same dataset, of which it takes its part, but {tasks[index]} differs "

@@ -1,0 +1,144 @@
+"""Keras's iterator over the steps of epochs: as many steps on every worker, generators that lose nothing, and where it is.
+
+Private to Keras: `TFEpochIterator` and its adapters; tests/data/test_position.py fails when they change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+from tfdist import errors
+from tfdist.data.ends import plain_errors
+from tfdist.data.generators import Tape
+from tfdist.runtime import random_states
+from tfdist.sharding import config_of
+
+Step = tuple[int, int, Any]  # first and last batch of an execution, and the iterator that has them
+
+
+class EpochIterator(TFEpochIterator):
+    """Keras's iterator, which is left alone under other strategies.
+
+    Attributes:
+        log: how its epochs have ended, where that is noted.
+        journey: the steps of the next epoch, behind the way to where it begins, if that is not the beginning.
+        random: the random states at the beginning of the epoch that runs, of a `PyDataset`.
+    """
+
+    log: EpochLog | None = None
+    journey: Iterator[Step] | None = None
+    random: Any = None
+    _tape: Tape | None = None
+    _current_iterator: Any  # Keras's
+
+    def __init__(self, distribute_strategy: Any = None, *args: Any, **kwargs: Any):
+        self._is_ours = config_of(distribute_strategy) is not None
+        x = kwargs.get("x")
+        if self._is_ours and isinstance(x, types.GeneratorType):
+            self._tape = Tape.of(x)
+            kwargs["x"] = self._tape.batches(x)
+        super().__init__(distribute_strategy, *args, **kwargs)
+        if self._is_ours:
+            self._check_same_steps(distribute_strategy.extended)
+
+    def _check_same_steps(self, extended: Any) -> None:
+        """Raises ValueError, on every worker, when workers would take different numbers of steps.
+
+        A `PyDataset` says how many batches it has, which is not the length of the dataset that Keras makes of it; and
+        `steps_per_epoch` may be given on one worker only. A worker that takes a step more than the others waits for them.
+        """
+        mine = {
+            "steps": self.steps_per_epoch,
+            "batches of the data": self.data_adapter.num_batches,
+            "steps_per_execution": self.steps_per_execution,
+        }
+        tasks = extended.names_of_processes
+        first, *others = map(json.loads, extended.tell_all("the steps of an epoch", json.dumps(mine)))
+        for task, numbers in zip(tasks[1:], others, strict=True):
+            for name, number in numbers.items():
+                if number != first[name]:
+                    raise errors.value_error(
+                        f"Every worker must take the same steps, but the number of {name} is {first[name]} on {tasks[0]} and "
+                        f"{number} on {task}.",
+                        fix="Give all workers the same `steps_per_epoch` (`steps`, `validation_steps`), and data of one length. "
+                        "Parts of different lengths go through `strategy.distribute_datasets_from_function`.",
+                    )
+
+    @property
+    def is_generator(self) -> bool:
+        """Whether it reads a Python generator, which begins where the user's program has left it."""
+        return isinstance(self.data_adapter, GeneratorDataAdapter)
+
+    @property
+    def is_py_dataset(self) -> bool:
+        return isinstance(self.data_adapter, PyDatasetAdapter)
+
+    @property
+    def given_dataset(self) -> tf.data.Dataset | None:
+        """The dataset of this worker that it reads, before it is split for devices."""
+        given, parts = (getattr(self._distributed_dataset, name, None) for name in ("given", "_datasets"))
+        return parts[0] if given is None and parts else given  # parts: of a function of each worker
+
+    def reset(self) -> None:
+        """Each validation would have a generator's first batches again, and then go on behind those that the one before it has
+        read ahead: how many these are differs from worker to worker."""
+        running = self._current_iterator
+        super().reset()
+        if self._is_ours and self.is_generator:
+            self._current_iterator = running
+
+    @contextlib.contextmanager
+    def catch_stop_iteration(self) -> Iterator[None]:
+        with plain_errors() if self._is_ours else contextlib.nullcontext(), super().catch_stop_iteration():
+            yield
+
+    def _enumerate_iterator(self) -> Iterable[Step]:
+        journey, self.journey = self.journey, None
+        return journey or (self._steps() if self.log is None else self.logged_steps())
+
+    def logged_steps(self) -> Iterator[Step]:
+        """Yields the steps of the next epoch, from its beginning, and notes in `log` how it ends."""
+        if self.is_py_dataset:
+            self.random = random_states()
+        return self.log.follow(self._steps())
+
+    def _steps(self) -> Iterable[Step]:
+        found = super()._enumerate_iterator()
+        return found if self._tape is None else self._tape.used_by(found, self.steps_per_execution)
+
+
+class EpochLog:
+    """How the epochs of an iterator have ended: None behind their last step, or in which step the data had run out.
+
+    Keras leaves an epoch that ends by running out where it is, and makes an iterator more at the end of any other.
+    """
+
+    def __init__(self) -> None:
+        self._ends: list[int | None] = []
+        self._current: int | None = None  # steps begun; None: no epoch, or one that has ended behind its last step
+
+    def past(self, with_current: bool = False) -> list[list[Any]]:
+        """Returns the epochs that are over, as runs of [number, how they ended]."""
+        current = [self._current] if with_current and self._current is not None else []
+        return [[len(list(run)), end] for end, run in itertools.groupby([*self._ends, *current])]
+
+    def follow(self, steps: Iterable[Step]) -> Iterator[Step]:
+        """Yields the `steps` of the next epoch, and notes how it ends."""
+        if self._current is not None:
+            self._ends.append(self._current)
+        self._current = 0
+        for step in steps:
+            self._current += 1
+            yield step
+        self._ends.append(None)
+        self._current = None
