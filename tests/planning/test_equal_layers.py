@@ -40,8 +40,7 @@ def test_the_figures_are_those_of_all_blocks(monkeypatch):
     every, theirs = planned()
     assert not any(call.stands_for for call in every.calls)
     assert ours == theirs
-    # Which of two operations that begin together comes first, and which block of a stage still holds what when backward begins,
-    # depends on what the executor's threads have done before.
+    # Which block still holds what when backward begins depends on the order of operations: a block that is passed over has few.
     for one in (*WHOLE, *STAGED):
-        within = 0.04 if one.pipeline > 1 else 0.005
+        within = 0.02 if one.pipeline > 1 else 0.01 if one.recompute else 1e-9
         assert memory_of(few, one, 256).together == pytest.approx(memory_of(every, one, 256).together, rel=within)
