@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from tfdist.graphs import tape
 from tfdist.optimizers.step import apply_gradients, whole_sums
 from tfdist.optimizers.target import variable_of
 from tfdist.optimizers.update import decays
+from tfdist.placements.repair import Repair
 from tfdist.sharding import MeshConfig, config_of, placement
 from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.held_parameters import HeldParameters
@@ -39,8 +41,9 @@ def noted(found: Any, sources: Any, is_of_weights: Callable[[Any, RankProgram], 
     parameters = [place for place in given if _is_parameter(sources[place], strategy, is_whole=not is_in_loop)]
     may_be_tensors = is_of_trainer and here is program.root and not is_in_loop
     tensors = [place for place in given if may_be_tensors and is_of_weights(sources[place], program)]
-    for place in (*parameters, *tensors):
-        flat[place] = tf.convert_to_tensor(flat[place])
+    with contextlib.nullcontext() if here is None else here.attachment(Repair).not_seen():
+        for place in (*parameters, *tensors):
+            flat[place] = tf.convert_to_tensor(flat[place])
     for place in parameters if is_in_loop else ():
         gradients.note_in_loop(flat[place])
     if tensors:

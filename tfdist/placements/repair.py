@@ -204,6 +204,14 @@ class Repair:
                     return found
         return None
 
+    @contextlib.contextmanager
+    def not_seen(self) -> Iterator[None]:
+        """A block of operations that are not the user's: they are not looked at, nor later."""
+        self.look()
+        with self.not_looking():
+            yield
+        self.pass_over()
+
     def pass_over(self) -> None:
         """Lets `look` not see what has been traced so far."""
         self._looked_at = len(self._program.graph.get_operations())
@@ -341,10 +349,8 @@ def meant_of_own_rows(program: RankProgram | None, like: tf.Tensor | None = None
         for x in found:
             eager.declare(x, Replicate() if like is None else eager.of(like))
         return
-    repair, facts = here.attachment(Repair), here.attachment(Facts)
-    repair.look()
-    with repair.not_looking():
+    facts = here.attachment(Facts)
+    with here.attachment(Repair).not_seen():
         yield found
-    repair.pass_over()
     for x in found:
         facts.declare(x, Replicate() if like is None or not here.exists_here(like) else facts.of(like))

@@ -213,7 +213,8 @@ class TapeGradients:
             with self._program.attachment(EagerFacts).own_use():
                 yield
         else:
-            with self._numbers.own_use(), self._marked():
+            here = self._program.here() or self._program
+            with self._numbers.own_use(), self._marked(), here.attachment(Repair).not_seen():
                 yield
 
     @contextlib.contextmanager
