@@ -30,13 +30,15 @@ TURNS = {
 }  # fmt: skip
 DEFAULT_FORMS = ("uneven", "coincide", "empty", "static", "coincide_dynamic", "uneven", "coincide_batch", "even")
 DEFAULT_STAGES = (3, 0, 3, 0, 3, 1, 0, 3, 2)
-SUMS = ("loop", "loop_divided")  # where a plain mean is not a share, as docs/training.md says
-# Nor are sums for which nothing is agreed on, means beside weights, and gradients that the loss is computed of.
-PLAIN_IN_A_LOOP = (
+# Losses of a loop that are no shares as they stand, as docs/training.md says: plain means, sums for which nothing is agreed on,
+# what stands beside penalties; and gradients of such losses.
+UNDIVIDED_WITHIN = ("norm_of_the_gradient", "norm_of_the_gradient_of_a_root")
+UNDIVIDED = (
+    *(f.name for f in FUNCTIONS.values() if f.group == "means"),
     *("sum_by_a_constant", "sum_by_nothing", "sum_by_static_rows", "half_a_sum_of_squares", "sum_over_the_root_of_rows"),
-    *("sum_and_mean", "mean_root_and_penalty", "penalty_times_the_mean"),
-    *("gradient_of_a_root", "norm_of_the_gradient", "norm_of_the_gradient_of_a_root"),
+    *("sum_and_mean", "mean_root_and_penalty", "penalty_times_the_mean", "gradient_of_a_root", *UNDIVIDED_WITHIN),
 )
+NO_SHARES = {"loop": UNDIVIDED, "loop_divided": UNDIVIDED_WITHIN}
 
 # What an eager step warns of: rows that meet, numbers of rows that Python has read. What fails on few rows fails there first.
 NOT_EAGERLY = (
@@ -55,8 +57,7 @@ def members(kind, way, form):
         and f.exact
         and f.name not in ALONE
         and applies(f, way, form)
-        and not (way in SUMS and f.group == "means")
-        and not (way == "loop" and f.name in PLAIN_IN_A_LOOP)
+        and f.name not in NO_SHARES.get(way, ())
         and not (way == "eager" and f.name in NOT_EAGERLY)
     ]
 
