@@ -20,6 +20,7 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     "Identity": np.asarray,
     "Mul": np.multiply,
     "Pack": lambda *parts: np.stack(parts),
+    "Prod": lambda x, axes: np.prod(x, axis=tuple(np.ravel(axes))),
     "Range": np.arange,
     "Sub": np.subtract,
 }
