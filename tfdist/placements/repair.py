@@ -147,16 +147,16 @@ class Repair:
         What the same number is added to that ranks have agreed on is a rank's share, as the loop says it; the number becomes one.
         """
         placement = self.known(tensor, label)
-        sums = self._sums_before(tensor) if placement == Partial(How.MEAN) else []
-        if any(self._facts.is_agreed(x) for op in sums for x in op.inputs):  # means that are added to it are such numbers, too
-            made = {op.outputs[0].name for op in sums}
-            means = [(op, place) for op in sums for place, x in enumerate(op.inputs) if self._facts.of(x) == placement]
-            wants = [Want(op, at, op.inputs[at], Replicate()) for op, at in means if op.inputs[at].name not in made]
-            self._mend(wants, label, tensor)
+        terms = self._terms_of(tensor) if placement == Partial(How.MEAN) else []
+        if any(self._facts.is_agreed(x) for op in terms for x in op.inputs):  # means that are added to it are such numbers, too
+            names = {op.name for op in terms}
+            means = [(op, place) for op in terms for place, x in enumerate(op.inputs) if self._facts.of(x) == placement]
+            firsts = [(op, place) for op, place in means if _behind_identities(op.inputs[place]).op.name not in names]
+            self._mend([Want(op, place, op.inputs[place], Replicate()) for op, place in firsts], label, tensor)
             placement = self._facts.of(tensor)
         if isinstance(placement, Replicate) and self._facts.is_agreed(tensor):
             with self._working():
-                for op in self._sums_before(tensor):
+                for op in (op for op in self._terms_of(tensor) if linear_inputs(op.type) is Linear.TOGETHER):
                     others = [x for x in op.inputs if not self._facts.is_agreed(x)]
                     if any(map(reads_variables, others)):
                         self._add_share(op)
@@ -237,19 +237,18 @@ class Repair:
                 self._redistribution.reads(op, place, share)
         self._facts.declare(op.outputs[0], Partial(How.SUM))
 
-    def _sums_before(self, tensor: tf.Tensor) -> list[tf.Operation]:
-        """Returns the operations that add what `tensor` is a sum of, from it on, through factors and divisors."""
-        found, waiting = [], [tensor]
-        for x in waiting:
-            linear = linear_inputs(x.op.type)
-            if linear is Linear.TOGETHER and is_elementwise(x.op.type):
-                found.append(x.op)
-                waiting.extend(x.op.inputs)
-            elif x.op.type == "IdentityN":
-                waiting.append(x.op.inputs[x.value_index])
-            elif linear is not None and is_elementwise(x.op.type):
-                waiting.extend(y for y in x.op.inputs if self._facts.is_agreed(y) or self._facts.of(y) == Partial(How.MEAN))
-        return found
+    def _terms_of(self, tensor: tf.Tensor) -> list[tf.Operation]:
+        """Returns the operations that add, and multiply by factors, what `tensor` is a sum of, from it on."""
+        found: dict[str, tf.Operation] = {}
+        waiting = [tensor]
+        for op in (_behind_identities(x).op for x in waiting):
+            linear = linear_inputs(op.type)
+            if op.name not in found and linear is not None and is_elementwise(op.type):
+                found[op.name] = op
+                is_sum = linear is Linear.TOGETHER
+                mean = Partial(How.MEAN)
+                waiting.extend(x for x in op.inputs if is_sum or self._facts.is_agreed(x) or self._facts.of(x) == mean)
+        return list(found.values())
 
     def _mend(self, wants: Sequence[Want], label: str, target: tf.Tensor) -> None:
         redistribution = self._redistribution
@@ -315,6 +314,13 @@ class Repair:
 
         self._redistribution.reads(op, 0, self._redistribution.make(counted, given, factor))
         self._facts.declare(op.outputs[0], Partial(How.MEAN))
+
+
+def _behind_identities(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns what `tensor` is passed on from, through the ends of custom gradients."""
+    while tensor.op.type == "IdentityN":
+        tensor = tensor.op.inputs[tensor.value_index]
+    return tensor
 
 
 def _read_by(want: Want) -> list[tf.Tensor]:
