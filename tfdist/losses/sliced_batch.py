@@ -92,7 +92,7 @@ class SlicedBatch(BatchPart):
         """
         if loss.shape.rank != 0:
             loss = tf.reduce_sum(loss)
-        if not tf.is_symbolic_tensor(loss):
+        if not tf.is_symbolic_tensor(loss):  # on one device alone, for debugging: what it is of rows nobody knows
             return self.weigh(loss)
         facts = _SliceFacts({x.name: Shard() for x in given}, self._results, {x.shape[0] for x in given if x.shape.rank} - {None})
         placement = facts.of(loss)
