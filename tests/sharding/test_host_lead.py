@@ -60,7 +60,7 @@ def fit_and_compare(zero_stage, model=None, devices=2, **settings):
 
 def dense_model():
     widths = (17, 13, 11, 9)
-    layers = [keras.layers.Dense(width, activation="tanh", name=f"dense_{width}") for width in widths]
+    layers = [keras.layers.Dense(width, activation="tanh", name=f"hidden_{width}") for width in widths]
     return keras.Sequential([keras.Input((training.FEATURES,)), *layers, keras.layers.Dense(training.CLASSES)])
 
 
