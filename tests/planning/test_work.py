@@ -115,7 +115,7 @@ def blocks(count):
 
 
 def test_equal_layers_count_each():
-    """Of six only two are traced; three are traced each."""
+    """Of six four are traced; of three each."""
     six, three = (work_of(trace(blocks(count)).traces).seconds(8, COUNTS) for count in (6, 3))
     assert len(set(np.round(six.forward[1:7], 6))) == 1
     assert six.forward[1:7].sum() == pytest.approx(2 * three.forward[1:4].sum())

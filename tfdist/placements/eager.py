@@ -22,7 +22,7 @@ from tfdist import temporary
 from tfdist.collectives import RankProgram
 from tfdist.collectives.results import Results
 from tfdist.graphs import eager_operations, tape
-from tfdist.graphs.frames import line_that_runs, reader_of_numbers
+from tfdist.graphs.frames import is_asked_by_keras, line_that_runs, reader_of_numbers
 from tfdist.placements.eager_call import EagerCall
 from tfdist.placements.facts import given_placements
 from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Unknown, Why
@@ -143,7 +143,7 @@ class EagerFacts:
     def _found(self, call: EagerCall, known: Sequence[_Known], outputs: list[Any] | None) -> list[_Known]:
         placements = _placements(call)
         if is_quotient(call.type) and placements == [Partial(How.SUM)] and self._divides_by_own_rows(call):
-            placements = [Unknown(Why.OWN_ROWS)]
+            placements = [Partial(How.MEAN) if is_asked_by_keras() else Unknown(Why.OWN_ROWS)]
         numbers = [place for place, x in enumerate(known) if isinstance(x.placement, Partial) and not x.is_gradient]
         is_gradient = any(x.is_gradient for x in known)
         is_agreed = any(x.is_agreed for x in known)
@@ -170,7 +170,8 @@ class EagerFacts:
         return [_Known(self._run, x, is_agreed, is_gradient, of_weights, reason) for x in placements]
 
     def _divides_by_own_rows(self, call: EagerCall) -> bool:
-        """Whether a sum over rows is divided by the rank's own number of them, which Python has read, or a constant like it."""
+        """Whether a sum over rows is divided by the rank's own number of them, which Python has read, or a constant like it: of
+        Keras, which divides by no constant, by that number."""
         divisor = call.value(1)
         is_number = self._rows.are_means and divisor is not None and divisor.size == 1
         return is_number and float(divisor.reshape(-1)[0]) in (int(self._rows.rows), getattr(call.read[0], _SUMMED, None))

@@ -1,6 +1,6 @@
-"""The layers of a model in the order of their calls, and those among them that are alike, of which three are traced.
+"""The layers of a model in the order of their calls, and those among them that are alike, of which four are traced.
 
-A decoder of eighty blocks is one block eighty times. The first, the second and the last are traced, and those in between hand
+A decoder of eighty blocks is one block eighty times. The first two and the last two are traced, and those in between hand
 their input on. They stand between others as the second does: what they would have held, and the gradients that they would have
 made, `step_profile` adds where they stand.
 """
@@ -22,7 +22,7 @@ from tfdist.graphs import tape
 from tfdist.planning.operations import tensor_bytes
 from tfdist.sharding import layers_within
 
-FEWEST_ALIKE = 4
+FEWEST_ALIKE = 5
 
 
 @dataclasses.dataclass(eq=False)
@@ -70,7 +70,7 @@ def equal_layers(layers: Sequence[keras.Layer], fewest: int | None = None) -> li
 
 @contextlib.contextmanager
 def calls_noted(layers: Sequence[keras.Layer]) -> Iterator[list[LayerCall]]:
-    """A block in which the outermost calls of `layers` are noted, and calls of equal layers between second and last left out."""
+    """A block in which the outermost calls of `layers` are noted, and those of equal layers between others left out."""
     noted = [LayerCall(None, 0)]
     alike = {id(layer): group for group in equal_layers(layers) for layer in group}
     outermost = {id(layer) for layer in layers}
@@ -88,7 +88,7 @@ def calls_noted(layers: Sequence[keras.Layer]) -> Iterator[list[LayerCall]]:
         group = alike.get(id(layer), [])
         second = seconds.get(id(group[0])) if group else None
         given = _specs((args, kwargs))
-        is_between = any(layer is other for other in group[2:-1])
+        is_between = any(layer is other for other in group[2:-2])
         if second is not None and is_between and second[1] == given and second[2] == _specs(args[:1]):
             call.stands_for = second[0]
             output = _passed_on(args[0], call)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tfdist.planning import operations
 from tfdist.planning.lifetimes import Buffers, Sweep
 from tfdist.planning.step_trace import StepTrace
 
@@ -54,6 +55,7 @@ def profile_of(trace: StepTrace, sweep: Sweep, buffers: Buffers, paths: Sequence
     owner = owners[buffers.makers]
     # What gradients need of forward's tensors alone is computed in forward, too.
     is_kept = ~is_backward[buffers.makers] & ~is_gradient & (buffers.deaths >= backward)
+    is_kept &= _is_of_forward(trace, sweep)[buffers.makers]
     is_for_later = is_kept & ~_is_read_by_own(sweep, buffers, owners, is_backward)
     kept, for_later = (
         np.bincount(owner[chosen], buffers.sizes[chosen], len(calls)).astype(np.int64) for chosen in (is_kept, is_for_later)
@@ -127,6 +129,14 @@ def _is_backward(trace: StepTrace, sweep: Sweep, owners: np.ndarray) -> np.ndarr
         depends[place] = ends or any(depends[other] for other in before if other < place)
     depends[: trace.forward] = False
     return depends
+
+
+def _is_of_forward(trace: StepTrace, sweep: Sweep) -> np.ndarray:
+    """Returns which operations are forward's, or depend on what is given: backward makes anew what it needs of constants."""
+    depends = np.zeros(len(sweep.ops), bool)
+    for place, (one, before) in enumerate(zip(sweep.ops, sweep.before, strict=True)):
+        depends[place] = one.type in operations.GIVEN or depends[before].any()
+    return depends | (np.arange(len(depends)) < trace.forward)
 
 
 def _is_read_by_own(sweep: Sweep, buffers: Buffers, owners: np.ndarray, is_backward: np.ndarray) -> np.ndarray:
