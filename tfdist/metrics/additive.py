@@ -17,13 +17,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.graphs import tape
 from tfdist.metrics.arguments import dense, mapped, others
 from tfdist.placements.graph_facts import TracedFacts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate
 from tfdist.placements.telling import is_sum
 
-_FUNCTIONS = frozenset("Case If PartitionedCall StatefulPartitionedCall StatelessCase StatelessIf StatelessWhile While".split())
-_ASSIGNMENTS = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
+_FUNCTIONS = (*tape.BRANCHES, *tape.LOOPS, *tape.CALLS)
 
 
 def adds_up(update: Callable[..., Any], given: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
@@ -49,11 +49,11 @@ class _Update(TracedFacts):
     def __init__(self, graph: Any):
         super().__init__(graph)
         self._operations = graph.get_operations()
-        self._states = {op.inputs[0].name for op in self._operations if op.type in _ASSIGNMENTS}
+        self._states = {op.inputs[0].name for op in self._operations if tape.writes(op)}
 
     def adds_up(self) -> bool:
         for op in self._operations:
-            if op.type in _ASSIGNMENTS:
+            if tape.writes(op):
                 if not is_sum(self.of(op.inputs[1])):
                     return False
             elif op.type in _FUNCTIONS or (op.type != "ReadVariableOp" and any(x.dtype == tf.resource for x in op.inputs)):
