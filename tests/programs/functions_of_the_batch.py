@@ -214,11 +214,6 @@ def sum_by_nothing(y, p):
 
 
 @of("numbers")
-def sum_by_static_rows(y, p):
-    return tf.reduce_sum(errors(y, p)) / float(p.shape[0] or BATCH)
-
-
-@of("numbers")
 def half_a_sum_of_squares(y, p):
     return 0.2 * tf.nn.l2_loss(p - y)
 

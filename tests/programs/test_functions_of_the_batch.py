@@ -35,7 +35,7 @@ DEFAULT_STAGES = (3, 0, 3, 0, 3, 1, 0, 3, 2)
 UNDIVIDED_WITHIN = ("norm_of_the_gradient", "norm_of_the_gradient_of_a_root")
 UNDIVIDED = (
     *(f.name for f in FUNCTIONS.values() if f.group == "means"),
-    *("sum_by_a_constant", "sum_by_nothing", "sum_by_static_rows", "half_a_sum_of_squares", "sum_over_the_root_of_rows"),
+    *("sum_by_a_constant", "sum_by_nothing", "half_a_sum_of_squares", "sum_over_the_root_of_rows"),
     *("sum_and_mean", "mean_root_and_penalty", "penalty_times_the_mean", "gradient_of_a_root", *UNDIVIDED_WITHIN),
 )
 NO_SHARES = {"loop": UNDIVIDED, "loop_divided": UNDIVIDED_WITHIN}
@@ -44,7 +44,7 @@ NO_SHARES = {"loop": UNDIVIDED, "loop_divided": UNDIVIDED_WITHIN}
 NOT_EAGERLY = (
     *(f.name for f in FUNCTIONS.values() if f.group == "meeting" and f.exact),
     *("softmax_weights", "softmax_over_the_rows", "log_softmax_over_the_rows", "whitened", "product_of_the_rows"),
-    *("sum_by_static_rows", "sum_over_the_root_of_rows", "mahalanobis", "eigenvalues"),
+    *("sum_over_the_root_of_rows", "mahalanobis", "eigenvalues"),
 )
 
 

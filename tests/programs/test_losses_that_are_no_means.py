@@ -111,7 +111,9 @@ def silently(program):
 
 
 @pytest.mark.parametrize("zero_stage", SHARDED)
-@pytest.mark.parametrize("name", [name if name.startswith("average of the") else exhaustive(name) for name in EXACT])
+@pytest.mark.parametrize(
+    "name", [name if name in ("average of the rows", "sampled classes") else exhaustive(name) for name in EXACT]
+)
 def test_sums_that_are_exact(name, zero_stage):
     def program(strategy):
         left = silently(lambda: fit(strategy, stepping(EXACT[name]), optimizer=small_steps, loss=None))
@@ -184,6 +186,29 @@ def test_compiled_functions_of_a_batch_are_exact(loss, batch_size, zero_stage):
         return silently(lambda: compiled(strategy, loss, one_hot, batch_size))
 
     assert_as_on_one_device(program, zero_stage)
+
+
+DIVIDED = {
+    "a number of Python": lambda e: tf.reduce_sum(e) / e.shape[0],
+    "the number of the trace": lambda e: tf.reduce_sum(e) / tf.cast(tf.shape(e)[0], e.dtype),
+    "a constant as a factor": lambda e: tf.reduce_sum(e) * (1 / 4),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_sum_over_a_number_like_that_of_the_devices_rows(name):
+    """A device has 4 rows: a division by 4 is told, and counts as a mean; what the warning names is one device's, silently."""
+
+    def loss(y_true, y_pred):
+        return DIVIDED[name](errors_of(y_true, y_pred))
+
+    def program(strategy):
+        if name != "a number of Python" or strategy.num_replicas_in_sync == 1:
+            return silently(lambda: compiled(strategy, loss, one_hot, 8))
+        with pytest.warns(UserWarning, match=r"divided by a number .* `tf.shape\(x\)\[0\]`"):
+            return compiled(strategy, loss, one_hot, 8)
+
+    assert_as_on_one_device(program, 3)
 
 
 def pairs(embeddings, others):

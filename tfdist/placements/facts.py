@@ -61,7 +61,7 @@ class Facts(GraphFacts):
         return frozenset(x.shape[0] for x in leaves if x.shape[0] is not None and self._program.is_dealt(x))
 
     def _call_of(self, op: tf.Operation, inputs: tuple[Placement, ...]) -> TracedCall:
-        return TracedCall(op, inputs, are_sizes_equal=self._program.are_sizes_equal)
+        return TracedCall(op, inputs, are_sizes_equal=self._program.are_sizes_equal, is_of_agreed=self.is_of_agreed)
 
     def own_rows_first(self, tensor: tf.Tensor) -> bool:
         """Whether the first axis of `tensor` may be the rank's rows: their number, or one that is not known."""

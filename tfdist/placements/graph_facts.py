@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist.collectives.results import Results
 from tfdist.graphs import tape
 from tfdist.graphs.constants import value_of
-from tfdist.graphs.walks import before, inputs_first
+from tfdist.graphs.walks import before, inputs_first, is_of_users
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
 from tfdist.placements.table import is_elementwise, is_quotient, placements_of
 from tfdist.placements.traced_call import TracedCall
@@ -22,9 +22,14 @@ _LEAVES = ("Placeholder", "ReadVariableOp", "VarHandleOp")
 
 
 class GraphFacts(abc.ABC):
-    """The placements of the tensors of one graph."""
+    """The placements of the tensors of one graph.
+
+    Attributes:
+        taken_for_rows: the user's divisions of sums over rows by a constant that is taken for the rank's own number of rows.
+    """
 
     def __init__(self, results: Results | None = None, static_rows: Collection[int] = ()) -> None:
+        self.taken_for_rows: list[tf.Operation] = []
         self._results = results  # of collectives
         self._given_rows = static_rows
         self._known: dict[str, Placement] = {}
@@ -80,7 +85,7 @@ class GraphFacts(abc.ABC):
             return None
         if result.is_same:
             return Replicate()
-        return Unknown(Why.NO_RULE, _named(tensor.op)) if result.is_of_all else result.like
+        return Unknown(Why.NO_RULE, named(tensor.op)) if result.is_of_all else result.like
 
     def _source(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
         found = self._leaf(tensor)
@@ -99,6 +104,7 @@ class GraphFacts(abc.ABC):
     def _look(self, op: tf.Operation) -> list[Placement]:
         found = self._by_rule(op)
         if is_quotient(op.type) and found == [Partial(How.SUM)] and self._divides_by_own_rows(op):
+            self.taken_for_rows += [op] if is_of_users(op) else []
             return [Partial(How.MEAN)]
         return found
 
@@ -133,6 +139,7 @@ class GraphFacts(abc.ABC):
             self._graphs.append(graph)
             names = [x.name for x in graph.inputs]
             inside = GivenFacts(dict(zip(names, given, strict=False)), self._results, self.static_rows)
+            inside.taken_for_rows = self.taken_for_rows
             self._inner[key] = [inside.of(x) for x in graph.outputs]
         return self._inner[key]
 
@@ -152,7 +159,7 @@ class GraphFacts(abc.ABC):
             carried = [*joined, *carried[len(joined) :]]
         condition = self.out_of(tape.condition(op), carried)[0]
         if not isinstance(condition, Replicate):
-            why = condition if isinstance(condition, Unknown) else Unknown(Why.FUNCTION, _named(op))
+            why = condition if isinstance(condition, Unknown) else Unknown(Why.FUNCTION, named(op))
             return [why] * len(op.outputs)
         return carried[: len(op.outputs)]
 
@@ -185,12 +192,12 @@ def _joined_branches(facts: GraphFacts, op: tf.Operation, inputs: tuple[Placemen
     if isinstance(inputs[0], Unknown):
         return [inputs[0]] * len(op.outputs)
     if not isinstance(inputs[0], Replicate):
-        return [Unknown(Why.FUNCTION, _named(op))] * len(op.outputs)
+        return [Unknown(Why.FUNCTION, named(op))] * len(op.outputs)
     branches = [facts.out_of(graph, inputs[1:]) for graph in tape.traced_branches(op) or tape.branches(op)]
     joined = list(branches[0][: len(op.outputs)])
     for other in branches[1:]:
         joined = [_joined(one, two, op) for one, two in zip(joined, other, strict=False)]
-    return joined if len(joined) == len(op.outputs) else [Unknown(Why.NO_RULE, _named(op))] * len(op.outputs)
+    return joined if len(joined) == len(op.outputs) else [Unknown(Why.NO_RULE, named(op))] * len(op.outputs)
 
 
 def _joined(one: Placement, other: Placement, op: tf.Operation, *, is_zero: bool = False) -> Placement:
@@ -206,7 +213,7 @@ def _joined(one: Placement, other: Placement, op: tf.Operation, *, is_zero: bool
         return Partial(How.MEAN)
     if isinstance(one, Shard) and isinstance(other, Shard) and one.axis == other.axis and not (one.is_joined or other.is_joined):
         return Shard(one.axis, one.rows if one.rows == other.rows else (), one.is_even and other.is_even)
-    return Unknown(Why.FUNCTION, _named(op))
+    return Unknown(Why.FUNCTION, named(op))
 
 
 def _is_zero(tensor: tf.Tensor) -> bool:
@@ -219,5 +226,6 @@ def _is_zero(tensor: tf.Tensor) -> bool:
     return value is not None and value.size > 0 and not value.any()
 
 
-def _named(op: tf.Operation) -> str:
+def named(op: tf.Operation) -> str:
+    """Returns how a warning names `op`."""
     return f"{op.type} {op.name!r}"

@@ -16,6 +16,7 @@ from tfdist.graphs import tape
 from tfdist.graphs.walks import line_of_user
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
+from tfdist.placements.graph_facts import named
 from tfdist.placements.kinds import Partial, Placement, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
@@ -62,6 +63,9 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
         return here.attachment(Facts).of(tensor)
     else:
         placement = here.attachment(Repair).known(tensor, label)
+        taken = here.attachment(Facts).taken_for_rows
+        unknown = Unknown(Why.OWN_ROWS, named(taken[0])) if taken else None
+        taken.clear()
     unknown = placement if isinstance(placement, Unknown) else unknown
     # Where ranks have different layers, the first may compute no loss.
     is_other = program.local_index and not program.mesh.splits_layers

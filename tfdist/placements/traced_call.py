@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,25 @@ _OF_OTHER_AXES = ("Bitcast", "Select")  # elementwise ones whose inputs may have
 
 
 class TracedCall(Call):
-    """The `Call` of a traced operation; `are_sizes_equal`: whether all ranks have as many rows as this one."""
+    """The `Call` of a traced operation.
 
-    def __init__(self, op: tf.Operation, inputs: Sequence[Placement], *, are_sizes_equal: bool = True):
+    Args:
+        op: the operation.
+        inputs: the placements of what it reads.
+        are_sizes_equal: whether all ranks have as many rows as this one.
+        is_of_agreed: whether a tensor is computed of what ranks have agreed on.
+    """
+
+    def __init__(
+        self,
+        op: tf.Operation,
+        inputs: Sequence[Placement],
+        *,
+        are_sizes_equal: bool = True,
+        is_of_agreed: Callable[[tf.Tensor], bool] = lambda _: False,
+    ):
         super().__init__(op.type, op.name, inputs, op.inputs, op.outputs)
-        self._op = op
+        self._op, self._is_of_agreed = op, is_of_agreed
         if not are_sizes_equal:
             self.shapes = list(map(without_rows, self.shapes, self.inputs))
 
@@ -34,13 +48,18 @@ class TracedCall(Call):
         return value_of(self.read[place])
 
     def is_alike(self, place: int, axis: int) -> bool:
-        """Constants are, and what is repeated, or computed of such on each element, or of each row of a matrix."""
+        """Constants are, and what is repeated, or computed of such on each element, or of each row of a matrix. What has as many
+        numbers as all ranks have rows is not beside a rank's own."""
         waiting, number = [self.read[place]], 0
         while waiting:
             x, number = waiting.pop(), number + 1
             if x.shape.rank is None or number > _MOST_ALIKE:
                 return False
-            if x.shape.rank < -axis or x.shape[axis] == 1 or x.op.type == "Fill":
+            if x.shape.rank < -axis or x.shape[axis] == 1:
+                continue
+            if x.op.type == "Fill":
+                if self._is_of_agreed(x.op.inputs[0]):
+                    return False
                 continue
             if (x.op.type in _REPEATING or _is_cut_along_axes(x.op)) and x.op.inputs[0].shape.rank is not None:
                 waiting.append(x.op.inputs[0])
