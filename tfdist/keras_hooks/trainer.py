@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -129,8 +129,28 @@ def _build_on_symbols(original: Callable[..., None], self: Any, iterator: Any, d
                 data_batch = tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], next(batches))
                 break
     # A call that fails on symbols fails again in the first step, if that is the user's mistake. A pipeline is built here alone.
-    with contextlib.nullcontext() if isinstance(self, PipelineModel) else contextlib.suppress(Exception):
+    with contextlib.nullcontext() if isinstance(self, PipelineModel) else contextlib.suppress(Exception), _not_called(self):
         original(self, data_batch=data_batch)
+
+
+@contextlib.contextmanager
+def _not_called(model: Any) -> Iterator[None]:
+    """A block in which a model of built layers answers with what its outputs are known to be like.
+
+    Keras calls it only for that, which takes as long as to trace the step of a rank forward.
+    """
+    is_of_keras = type(model).call.__module__ in ("keras.src.models.functional", "keras.src.models.sequential")
+    if not is_of_keras or not all(layer.built for layer in model.layers):
+        yield
+        return
+    known = model.outputs if isinstance(model, keras.Sequential) else model.output
+    known = known[0] if isinstance(known, list | tuple) and len(known) == 1 else known  # so does Keras
+    # Not as an attribute that Keras sees: it keeps those of a model.
+    vars(model)["call"] = lambda *_, **__: tf.nest.map_structure(lambda x: tf.compat.v1.placeholder(x.dtype, x.shape), known)
+    try:
+        yield
+    finally:
+        del vars(model)["call"]
 
 
 @replaces("keras.src.backend.tensorflow.trainer", "TFEpochIterator")

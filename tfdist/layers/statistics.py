@@ -35,6 +35,7 @@ from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
 from tfdist.sharding import UnshardSchedule, gradient_graph, keras_scope
 from tfdist.sharding.gradient_stubs import GradientStubs
+from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.packing import apart, side_by_side
 from tfdist.sharding.tape_gradients import TapeGradients
 
@@ -88,8 +89,11 @@ class Statistics:
         return whole
 
     def _is_of_rows_and_sums(self, value: tf.Tensor) -> bool:
-        """Whether `value`, computed of gradients, is a number of the rank's own rows and of sums of gradients."""
+        """Whether `value`, computed of gradients in a step of Keras's trainer, where variables get sums of them, is a number of
+        the rank's own rows and of such sums."""
         gradients: TapeGradients = self._program.attachment(TapeGradients)
+        if not self._program.attachment(GradientWeight).is_of_trainer:
+            return False
         gradients.settle()
         if self._program.attachment(GradientStubs).needs_sums(value):
             self._program.attachment(UnshardSchedule).is_of_sums(value)

@@ -56,8 +56,11 @@ class Derived:
         return self._found[_key(tensor)]
 
     def forget(self, tensor: tf.Tensor) -> None:
-        """Forgets what was found of `tensor`, which is one of them from now on."""
-        self._found.pop(_key(tensor), None)
+        """Forgets what was found of `tensor`, which is one of them from now on, and of what is computed of it."""
+        waiting = [tensor]
+        for x in waiting:
+            self._found.pop(_key(x), None)
+            waiting.extend(output for op in x.consumers() for output in op.outputs if _key(output) in self._found)
 
     def image(self, tensor: tf.Tensor, images: dict[str, tf.Tensor]) -> tf.Tensor:
         """Returns what `tensor` is of other tensors, the `images` of those that it is computed of, by name.

@@ -103,6 +103,7 @@ class GradientStubs:
             lambda x: frozenset([self._stubs[x.name]]) if x.name in self._stubs else None, is_of_tapes=True
         )
         self._layouts = _OnShards(lambda x: self._stubs[x.name].layout if x.name in self._stubs else None, program)
+        self._get_sums: set[str] = set()  # the handles of parameters, and of slots that the user's code assigns to
         self._images: dict[str, tf.Tensor] = {}  # shards by the name of the whole tensor that they are of
         self._sources = gradient_graph.Sources(lambda x: x.graph is program.graph and x.name in self._stubs)
         program.summands.append(self._own)
@@ -119,6 +120,15 @@ class GradientStubs:
         began_with = self._program.attachment(GradientWeight).began_with
         self._stubs[tensor.name] = Stub(tensor, variable, full, began_with, unit)
         return self._stubs[tensor.name]
+
+    def note_gets_sum(self, handle: tf.Tensor) -> None:
+        """Notes that `handle` is of a variable that is never assigned a summand: a parameter, or a slot, of which the rank's
+        shard is cut out of what it gets."""
+        self._get_sums.add(self._program.graph.capture(handle).name)
+
+    def get_sums(self, handles: Sequence[tf.Tensor]) -> bool:
+        """Whether one of `handles` is of a variable that is never assigned a summand."""
+        return any(handle.name in self._get_sums for handle in handles)
 
     def note_reduced(self, stub: Stub, shard: tf.Tensor) -> None:
         """Notes that `shard` is this rank's of the sum that `stub` stands for."""
@@ -210,13 +220,11 @@ class GradientStubs:
         )
 
     def _gets_summand(self, operation: tf.Operation, tensor: tf.Tensor) -> bool:
-        """Whether `operation` adds `tensor` to a variable in a loop of one's own: as at other stages, this rank's summand.
-
-        A parameter is not written so: the shard that it stores is cut out of what it gets.
-        """
+        """Whether `operation` adds `tensor` to a variable in a loop of one's own: as at other stages, this rank's summand."""
         if self._program.attachment(GradientWeight).is_of_trainer:
             return False
-        return gradient_graph.written(operation, tensor) is not None and self._linear.of(tensor) is not None
+        handles = gradient_graph.written(operation, tensor)
+        return handles is not None and not self.get_sums(handles) and self._linear.of(tensor) is not None
 
     def _summand(self, tensor: tf.Tensor) -> tf.Tensor:
         summands, found = {}, self._linear.of(tensor)

@@ -18,6 +18,7 @@ from tfdist.collectives import RankProgram
 from tfdist.graphs import tape
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.kinds import Replicate
+from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.shard_messages import gather_over_data
 from tfdist.sharding.tape_gradients import TapeGradients
 
@@ -56,11 +57,11 @@ class SlotReads:
         return whole
 
     def note_written(self, variable: Any) -> None:
-        """Notes that the rank's function assigns to `variable`, a slot: its shard is cut out of what it gets."""
+        """Notes that the rank's function assigns to `variable`, a parameter or a slot: its shard is cut out of what it gets."""
         if self._is_stepping or self._program.is_eager:
             return
         handle = variable.component(self._program.rank).handle
         program = self._program.innermost()
         while program is not None:
-            program.attachment(TapeGradients).note_gets_sum(handle)
+            program.attachment(GradientStubs).note_gets_sum(handle)
             program = program.outer

@@ -58,13 +58,13 @@ class TapeGradients:
         self._images: dict[str, tf.Tensor] = {}  # by the name of what is linear in summands: the same of the sums
         self._wholes: set[str] = set()
         self._slots: set[str] = set()  # whole values of an optimizer's slots
-        self._get_sums: set[str] = set()  # the handles of parameters, and of slots that the user's code assigns to
         self._own: set[str] = set()  # operations that are not the user's, by name
         self._is_own = False
         self._whole_sums: Callable[..., Sequence[tf.Tensor]] | None = None
         self._is_asked = False
         self._num_searched = 0  # operations of the graph that were looked at for gradients that come out of them
         self._numbers: GradientNumbers = program.attachment(GradientNumbers)
+        self._stubs: GradientStubs = program.attachment(GradientStubs)
         self._sources = gradient_graph.Sources(lambda x: x.graph is program.graph and self._is_whole(x))
 
     def note(
@@ -84,7 +84,7 @@ class TapeGradients:
                 self._add(_Summand(grad, variable, is_in_loss and variable is not None))
             if variable is not None:
                 stored = variable if isinstance(variable, tf.Variable) else variable.value
-                self.note_gets_sum(stored.values[self._program.local_index].handle)
+                self._stubs.note_gets_sum(stored.values[self._program.local_index].handle)
             if self._program.outer is not None:
                 self._program.attachment(CarriedGradients).note(grad)
 
@@ -94,9 +94,10 @@ class TapeGradients:
         is_of_trainer = self._program.attachment(GradientWeight).is_of_trainer
         if self._program.is_eager or not is_of_trainer or self._program.mesh.splits_layers:
             return
+        self._find_carried()
         for x in tf.nest.flatten(list(grads), expand_composites=True):
             is_here = tf.is_symbolic_tensor(x) and x.dtype.is_floating and self._program.exists_here(x)
-            if not is_here or self._linear.of(x) is not None or self._program.attachment(GradientStubs).below(x):
+            if not is_here or self._linear.of(x) is not None or self._stubs.below(x):
                 continue
             if not tape.is_backward(x.op) and not self._numbers.is_of_gradients(x):
                 self._program.attachment(Repair).known(x, "gradient")
@@ -139,11 +140,6 @@ class TapeGradients:
         """Notes that `whole` is the whole value of an optimizer's slot, the same on all ranks."""
         self._slots.add(whole.name)
 
-    def note_gets_sum(self, handle: tf.Tensor) -> None:
-        """Notes that `handle` is of a variable that is never assigned a summand: a parameter, or a slot, of which the rank's
-        shard is cut out of what it gets."""
-        self._get_sums.add(self._program.graph.capture(handle).name)
-
     def _is_whole(self, tensor: tf.Tensor) -> bool:
         return tensor.name in self._wholes or tensor.name in self._slots
 
@@ -155,7 +151,7 @@ class TapeGradients:
         """Whether `tensor`, made where all ranks run, is computed of sums, and is neither a summand nor linear in summands."""
         if not self._program.exists_here(tensor):
             return False
-        below = self._program.attachment(GradientStubs).of_sums(tensor)
+        below = self._stubs.of_sums(tensor)
         of_wholes = bool(self._wholes) and self._linear.of(tensor) is None and bool(self._sources.of(tensor))
         return below or of_wholes
 
@@ -283,7 +279,7 @@ class TapeGradients:
                     is_read = True  # by the gradient of something that reads it
                 elif (handles := gradient_graph.written(operation, tensor)) is not None:
                     is_of_trainer = self._program.attachment(GradientWeight).is_of_trainer
-                    is_read = is_of_trainer or any(x.name in self._get_sums for x in handles)
+                    is_read = is_of_trainer or self._stubs.get_sums(handles)
                 else:
                     is_read = self._linear.of_result(operation, [*map(self._linear.of, operation.inputs)]) is None
                 if is_read:

@@ -246,7 +246,7 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
         if program is not None and self.is_parameter:
             self._check_is_here(program)
             (program.here() or program).attachment(UnshardSchedule).invalidate()
-        elif program is not None:
+        if program is not None:
             program.attachment(SlotReads).note_written(self)
         if self._aggregation in (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN) and self.is_parameter:
             reduce_op = tf.distribute.ReduceOp[self._aggregation.name]
