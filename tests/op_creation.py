@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -17,6 +18,7 @@ from tensorflow.python.util import tf_stack
 
 _resources_of = auto_control_deps._get_resource_inputs
 _WITH_RESOURCES = (tf.resource, tf.variant)
+_extract_stack, _set_stack = tf_stack.extract_stack, pywrap_tf_session.TF_SetOpStackTrace
 
 
 def _resources_if_any(operation: tf.Operation) -> Iterable[Any]:
@@ -28,3 +30,13 @@ def simplify() -> None:
     tf_stack.extract_stack = lambda stacklevel=1: None
     pywrap_tf_session.TF_SetOpStackTrace = lambda operation, stack: None
     auto_control_deps._get_resource_inputs = _resources_if_any
+
+
+@contextlib.contextmanager
+def with_stacks() -> Iterator[None]:
+    """A block whose operations know who has made them."""
+    tf_stack.extract_stack, pywrap_tf_session.TF_SetOpStackTrace = _extract_stack, _set_stack
+    try:
+        yield
+    finally:
+        simplify()

@@ -15,7 +15,7 @@ from tests.programs.comparing import run
 from tfdist.placements import telling
 
 BATCH = 4
-EQUAL, ALL = "equal batches", "all batches"  # of which rows cannot be gathered
+EQUAL = "equal batches"  # of which it is told
 
 
 def of(function):
@@ -188,10 +188,10 @@ def fitted(strategy, build, loss, rows, told):
     ("build", "loss", "told_of"),
     [
         (synchronized, "mse", None),
-        exhaustive(plain, all_pairs, EQUAL),
-        exhaustive(plain, next_row, EQUAL),
+        exhaustive(plain, all_pairs, None),
+        exhaustive(plain, next_row, None),
         exhaustive(plain, advantages, None),
-        exhaustive(of(lambda x: x[::-1]), "mse", EQUAL),
+        exhaustive(of(lambda x: x[::-1]), "mse", None),
         exhaustive(of(lambda x: x - ops.mean(x, 0)), "mse", None),
         (of(deviation), "mse", None),
         exhaustive(of_sequences, "cosine_similarity", None),
@@ -204,30 +204,30 @@ def fitted(strategy, build, loss, rows, told):
         exhaustive(of_layer(lambda x: ops.einsum("btd,bsd->bts", sequence(x), sequence(x))), "mse", None),
         exhaustive(plain, partition, None),
         exhaustive(spectral, "mse", None),
-        exhaustive(plain, along_rows, EQUAL),
-        exhaustive(plain, partial_likelihood, EQUAL),
-        exhaustive(plain, shuffled_by_a_seed, ALL),
-        exhaustive(plain, pairs_by_einsum, EQUAL),
-        (plain, neighbours, EQUAL),
-        exhaustive(plain, halves, EQUAL),
-        exhaustive(plain, from_the_first, EQUAL),
-        exhaustive(plain, from_the_one_row, EQUAL),
-        exhaustive(plain, softmax_over_rows, EQUAL),
-        exhaustive(plain, from_the_mean_of_a_group, EQUAL),
+        exhaustive(plain, along_rows, None),
+        exhaustive(plain, partial_likelihood, None),
+        exhaustive(plain, shuffled_by_a_seed, EQUAL),
+        exhaustive(plain, pairs_by_einsum, None),
+        (plain, neighbours, None),
+        exhaustive(plain, halves, None),
+        exhaustive(plain, from_the_first, None),
+        exhaustive(plain, from_the_one_row, None),
+        exhaustive(plain, softmax_over_rows, None),
+        exhaustive(plain, from_the_mean_of_a_group, None),
         exhaustive(plain, two_views, None),
         exhaustive(of_layer(softmax_over_steps), "mse", None),
         exhaustive(of_layer(neighbouring_steps), "mse", None),
     ],
 )
 def test_they_are_exact_or_told(build, loss, told_of, rows):
-    """Of rows that are gathered the number must not be known when the step is traced, as it is where batches are equal."""
+    """The number of rows may be known when the step is traced, as it is where batches are equal."""
     told: list[str] = []
 
     def program(strategy):
         return fitted(strategy, build, loss, rows, told)
 
     expected, found = run(program, one_device()), run(program, strategy_for(2, 0))
-    if told_of == ALL or told_of == EQUAL and rows % BATCH == 0:
+    if told_of == EQUAL and rows % BATCH == 0:
         (message,) = told
         assert message.startswith("The loss ") and "rows that meet other rows" in message and "all_gather" in message
     else:
@@ -237,10 +237,10 @@ def test_they_are_exact_or_told(build, loss, told_of, rows):
 
 @pytest.mark.as_traced
 @pytest.mark.parametrize("rows", [exhaustive(8), 11])
-@pytest.mark.parametrize(("build", "loss", "told_of"), [(normalized, "mse", None), exhaustive(plain, shuffled, EQUAL)])
-def test_what_devices_do_of_their_own(build, loss, told_of, rows):
+@pytest.mark.parametrize(("build", "loss"), [(normalized, "mse"), exhaustive(plain, shuffled)])
+def test_what_devices_do_of_their_own(build, loss, rows):
     """Statistics of its own rows, as each device is to normalize by, or its own order of all rows: no numbers of one device."""
     told: list[str] = []
     found = run(lambda strategy: fitted(strategy, build, loss, rows, told), strategy_for(2, 0))
-    assert len(told) == (told_of == EQUAL and rows % BATCH == 0)
+    assert not told
     assert np.isfinite(found["history"]["loss"]).all()

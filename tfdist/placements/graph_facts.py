@@ -104,7 +104,7 @@ class GraphFacts(abc.ABC):
     def _look(self, op: tf.Operation) -> list[Placement]:
         found = self._by_rule(op)
         if is_quotient(op.type) and found == [Partial(How.SUM)] and self._divides_by_own_rows(op):
-            self.taken_for_rows += [op] if is_of_users(op) else []
+            self.taken_for_rows += [op] if op.traceback and is_of_users(op) else []
             return [Partial(How.MEAN)]
         return found
 
