@@ -172,7 +172,7 @@ class _Part(keras.layers.Layer):
         watch, model, count = self._watch, self._watch.model, len(self._watch.inputs)
         known = dict(zip(self._needs, given[count:], strict=True))
         rows = tf.shape(given[0])[0]
-        before, position, others = contextlib.ExitStack(), 0, {id(layer): len(layer._losses) for layer in model._flatten_layers()}
+        before, position, others = contextlib.ExitStack(), 0, set(map(id, _losses_of(model)))
 
         def on_call(block: keras.layers.Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             nonlocal position
@@ -193,16 +193,18 @@ class _Part(keras.layers.Layer):
                 made = tree.flatten(model(tree.pack_sequence_as(watch.given, list(given[:count])), training=training))
         except Reached as reached:
             made = tree.flatten(reached.arguments)
-        losses: list[Any] = []  # of the part, taken off the layers that added them
-        for layer in model._flatten_layers():
-            first = others.get(id(layer), 0)
-            losses += layer._losses[first:]
-            del layer._losses[first:]
-        self._losses_of_part = losses
+        self._losses_of_part = [loss for loss in _losses_of(model) if id(loss) not in others]
+        for layer in model._flatten_layers():  # they are taken off the layers that added them
+            layer._losses[:] = [loss for loss in layer._losses if id(loss) in others]
         return [made[place] for place in self._wanted]
 
     def _get_own_losses(self) -> list[Any]:
         return self._losses_of_part
+
+
+def _losses_of(model: keras.Model) -> list[Any]:
+    """Returns what the layers of the model have added, also where a forward is computed again, without state."""
+    return [loss for layer in model._flatten_layers() for loss in layer._get_own_losses()]
 
 
 def graph_of_blocks(model: keras.Model, names: Sequence[str], inputs: Any) -> keras.Model:
