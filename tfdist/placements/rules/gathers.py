@@ -115,8 +115,8 @@ def _put_back(call: Call, numbers: Places, given: Placement, into: Placement | N
     """Returns rows, or zeros as many as there are rows, into which what is of some of them was put."""
     if not isinstance(into, Lengths | Shard) or into.axis or not are_numbers_of(numbers, into):
         return call.unknown(Why.MEET)
-    is_by_row = isinstance(given, Shard) and (given.axis, given.is_even) == (0, numbers.are_all)
-    is_by_row = is_by_row and given.rows in ((), numbers.rows)  # the operation wants as many as there are numbers
+    # Rows without a name are as many as there are numbers, which the operation wants.
+    is_by_row = isinstance(given, Shard) and given.rows in ((), numbers.rows) and (given.axis, given.is_even) == (0, numbers.are_all)
     call.need(is_by_row and (numbers.are_all or len(numbers.rows) < 2))
     return Shard(0, into.rows, True, into.pieces)
 
