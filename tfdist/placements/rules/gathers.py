@@ -116,8 +116,8 @@ def _put_back(call: Call, numbers: Places, given: Placement, into: Placement | N
     if not isinstance(into, Lengths | Shard) or into.axis or not are_numbers_of(numbers, into):
         return call.unknown(Why.MEET)
     # Rows without a name are as many as there are numbers, which the operation wants.
-    is_by_row = isinstance(given, Shard) and given.rows in ((), numbers.rows) and (given.axis, given.is_even) == (0, numbers.are_all)
-    call.need(is_by_row and (numbers.are_all or len(numbers.rows) < 2))
+    call.need(isinstance(given, Shard) and given.rows in ((), numbers.rows) and given.is_even == numbers.are_all)
+    call.need(given.axis == 0 and (numbers.are_all or len(numbers.rows) < 2))
     return Shard(0, into.rows, True, into.pieces)
 
 
