@@ -116,8 +116,9 @@ def _put_back(call: Call, numbers: Places, given: Placement, into: Placement | N
     if not isinstance(into, Lengths | Shard) or into.axis or not are_numbers_of(numbers, into):
         return call.unknown(Why.MEET)
     # Rows without a name are as many as there are numbers, which the operation wants.
-    call.need(isinstance(given, Shard) and given.rows in ((), numbers.rows) and given.is_even == numbers.are_all)
-    call.need(given.axis == 0 and (numbers.are_all or len(numbers.rows) < 2))
+    wanted = 0, numbers.rows, numbers.are_all
+    is_by_row = isinstance(given, Shard) and (given.axis, given.rows or numbers.rows, given.is_even) == wanted
+    call.need(is_by_row and (numbers.are_all or len(numbers.rows) < 2))
     return Shard(0, into.rows, True, into.pieces)
 
 
