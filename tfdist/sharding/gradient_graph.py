@@ -43,9 +43,14 @@ class Derived:
         self._leaf = leaf
         self._is_of_tapes = is_of_tapes
         self._found: dict[tuple[int, str], Any] = {}
+        self._num_reconnected: dict[int, int] = {}  # operations that read something else since, by id of their graph
 
     def of(self, tensor: tf.Tensor) -> Any:
         """Returns those that `tensor` is linear in; None: it is not."""
+        reconnected, graph = tape.reconnected(tensor.graph), id(tensor.graph)
+        for output in (x for op in reconnected[self._num_reconnected.get(graph, 0) :] for x in op.outputs):
+            self.forget(output)
+        self._num_reconnected[graph] = len(reconnected)
         for current in inputs_first(tensor, self._inputs, self._found, _key):
             known = self._leaf(current)
             if known is None and (inputs := self._inputs(current)):

@@ -135,6 +135,7 @@ class TapeGradients:
     def note_whole(self, grad: tf.Tensor) -> None:
         """Notes that `grad` is a sum, whole and the same on all ranks."""
         self._wholes.add(grad.name)
+        self._sources.forget(grad)
 
     def note_slot(self, whole: tf.Tensor) -> None:
         """Notes that `whole` is the whole value of an optimizer's slot, the same on all ranks."""
