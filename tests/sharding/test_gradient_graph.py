@@ -1,4 +1,4 @@
-"""What is linear in gradients, or computed of them, as the graph grows and changes: nothing that was found stays when it is wrong."""
+"""What is linear in gradients, or computed of them, as the graph grows and changes: nothing stays that was found and is wrong."""
 
 import tensorflow as tf
 
