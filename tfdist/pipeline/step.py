@@ -26,6 +26,7 @@ from tfdist.pipeline.schedules.published import ScheduleGPipe
 from tfdist.pipeline.stages.stage import StageLayer
 from tfdist.pipeline.stages.stage_functions import StageFunctions, ends_of
 from tfdist.pipeline.stages.staged_model import StagedModel
+from tfdist.placements.eager import EagerFacts
 from tfdist.sharding import config_of
 from tfdist.sharding.held_parameters import HeldParameters
 from tfdist.sharding.sharded_activations import gathered, held_spec, mark_as_held
@@ -85,7 +86,11 @@ class Step:
 
     def run(self) -> Step:
         """Runs this rank's part of the schedule; returns this step."""
-        with contextlib.nullcontext() if self.program is None else self.program.attachment(HeldParameters).held():
+        with contextlib.ExitStack() as before:
+            if self.program is not None:
+                before.enter_context(self.program.attachment(HeldParameters).held())
+            if self.program is not None and self.program.is_eager:  # whose microbatches are a part of its rows
+                before.enter_context(self.program.attachment(EagerFacts).not_seen())
             self._executor.run()
         if self._last_stage and not self.training:
             self._loss_together()
