@@ -19,14 +19,8 @@ _OF_OTHER_AXES = ("Bitcast", "Select")  # elementwise ones whose inputs may have
 
 
 class TracedCall(Call):
-    """The `Call` of a traced operation.
-
-    Args:
-        op: the operation.
-        inputs: the placements of what it reads.
-        are_sizes_equal: whether all ranks have as many rows as this one.
-        is_of_agreed: whether a tensor is computed of what ranks have agreed on.
-    """
+    """The `Call` of a traced operation; `are_sizes_equal`: whether all ranks have as many rows; `is_of_agreed`: whether a tensor
+    is computed of what ranks have agreed on."""
 
     def __init__(
         self,
