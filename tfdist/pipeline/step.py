@@ -89,8 +89,8 @@ class Step:
         with contextlib.ExitStack() as before:
             if self.program is not None:
                 before.enter_context(self.program.attachment(HeldParameters).held())
-            if self.program is not None and self.program.is_eager:  # whose microbatches are a part of its rows
-                before.enter_context(self.program.attachment(EagerFacts).not_seen())
+                if self.program.is_eager:  # a microbatch is a part of the rank's rows, which is weighed by hand
+                    before.enter_context(self.program.attachment(EagerFacts).not_seen())
             self._executor.run()
         if self._last_stage and not self.training:
             self._loss_together()
