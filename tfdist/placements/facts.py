@@ -135,10 +135,16 @@ class Facts(GraphFacts):
                 waiting.extend(output for op in x.consumers() for output in op.outputs if output.name in self._known)
 
     def out_of(self, graph: tf.Graph, given: Sequence[Placement]) -> list[Placement]:
-        """Of a branch that has sent something, what is known there."""
+        """Of a branch that has sent something, what is known there; it may read sums by now of what it has captured."""
         selection = self._program.root.selections.get(graph)
         inner = None if selection is None else selection.programs.get(graph)
-        return super().out_of(graph, given) if inner is None else [inner.attachment(Facts).of(x) for x in graph.outputs]
+        if inner is None:
+            return super().out_of(graph, given)
+        facts = inner.attachment(Facts)
+        for x, placement in zip(graph.inputs, given, strict=False):
+            if x.dtype != tf.resource and facts.of(x) != placement:
+                facts.declare(x, placement)
+        return [facts.of(x) for x in graph.outputs]
 
     def reasons_of(self, tensor: tf.Tensor) -> list[tf.Operation]:
         """Returns the operations that make `tensor` unknown: of inputs that are known they make what is not."""
