@@ -17,6 +17,7 @@ from tfdist.collectives.communicator import Communicator, host_of
 from tfdist.collectives.instance_keys import log2_ceiling
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord, Ranks, TensorLike
 from tfdist.collectives.side_chain import SideChain
+from tfdist.graphs import tape
 from tfdist.mesh import are_cpus
 
 if TYPE_CHECKING:
@@ -257,6 +258,15 @@ class RankProgram:
         graph = tf.compat.v1.get_default_graph()
         selection = None if self.is_eager else self.root.selections.get(graph)
         return None if selection is None else selection.program_of(graph)
+
+    def of_traced(self, branch: tf.Graph) -> RankProgram | None:
+        """Returns the program of a branch; None: it has sent nothing."""
+        selection = self.root.selections.get(branch)
+        return None if selection is None else selection.programs.get(branch)
+
+    def has_sent_in(self, operation: tf.Operation) -> bool:
+        """Whether `operation` is a `tf.cond`, or a `tf.switch_case`, in a branch of which collectives stand."""
+        return operation.type in tape.BRANCHES and any(map(self.of_traced, tape.traced_branches(operation)))
 
     def compare_branches(self, ranks: Ranks) -> None:
         """Lets the branches that this stands in be entered only where all `ranks` enter them; sends nothing a second time."""

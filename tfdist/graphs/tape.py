@@ -24,7 +24,7 @@ LOOPS = ("While", "StatelessWhile")
 BRANCHES = ("Case", "If", "StatelessCase", "StatelessIf")
 READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
-_WRITES = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
+WRITES = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
 _WITHOUT_VALUE = "_tfdist_is_without_value"  # of variables that hold none
 _RECONNECTED = "_tfdist_reconnected"  # of graphs
 _CALLS_FUNCTIONS: dict[str, bool] = {}  # types of operations, as they are met: whether they call functions
@@ -347,7 +347,7 @@ def _calls_functions(operation: tf.Operation) -> bool:
 
 def writes(operation: tf.Operation) -> bool:
     """Whether `operation` writes a variable."""
-    return operation.type in _WRITES
+    return operation.type in WRITES
 
 
 def is_source(operation: tf.Operation) -> bool:

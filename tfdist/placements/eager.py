@@ -123,10 +123,14 @@ class EagerFacts:
     def see(self, kind: str, inputs: Sequence[Any], attributes: Sequence[Any], outputs: list[Any], may_replace: bool) -> None:
         """Looks at an operation that has run, and puts other results in the place of its `outputs` if it must be mended."""
         if self._is_busy or not outputs:
+            if kind in tape.WRITES and not self._is_busy:
+                self._note_written(kind, *inputs)
             return
         row = row_of(kind)
         known = [self._of(x) for x in inputs]
-        if kind in tape.READS and isinstance(known[-1].placement, Replicate):
+        if kind == "ReadVariableOp" and known[0].is_gradient:
+            found = [known[0]]
+        elif kind in tape.READS and isinstance(known[-1].placement, Replicate):
             found = [_Known(self._run, Replicate(), is_of_weights=True)]
         elif all(x is self._constant for x in known) and (row is None or row.kind not in _RANDOM):
             return
@@ -139,6 +143,13 @@ class EagerFacts:
             self._set(x, one)
         if kind == "Sum" and isinstance(known[0].placement, Shard):
             setattr(outputs[0], _SUMMED, inputs[0].shape.num_elements())
+
+    def _note_written(self, kind: str, handle: tf.Tensor, value: tf.Tensor) -> None:
+        """Notes whether the variable of `handle` holds the rank's own gradient, or a sum of such, until something else is assigned."""
+        known = self._of(value)
+        is_own = known.is_gradient and isinstance(known.placement, Partial)
+        if is_own or kind == "AssignVariableOp":
+            self._set(handle, known if is_own else self._constant)
 
     def _found(self, call: EagerCall, known: Sequence[_Known], outputs: list[Any] | None) -> list[_Known]:
         placements = _placements(call)

@@ -136,8 +136,7 @@ class Facts(GraphFacts):
 
     def out_of(self, graph: tf.Graph, given: Sequence[Placement]) -> list[Placement]:
         """Of a branch that has sent something, what is known there; it may read sums by now of what it has captured."""
-        selection = self._program.root.selections.get(graph)
-        inner = None if selection is None else selection.programs.get(graph)
+        inner = self._program.of_traced(graph)
         if inner is None:
             return super().out_of(graph, given)
         facts = inner.attachment(Facts)
@@ -147,14 +146,15 @@ class Facts(GraphFacts):
         return [facts.of(x) for x in graph.outputs]
 
     def reasons_of(self, tensor: tf.Tensor) -> list[tf.Operation]:
-        """Returns the operations that make `tensor` unknown: of inputs that are known they make what is not."""
+        """Returns the operations that make `tensor` unknown, of inputs that are known, or capture what is not."""
         found: dict[str, tf.Operation] = {}
         waiting, seen = [tensor], {tensor.name}
         for x in waiting:
             source = self._source(x)
             before = [source] if isinstance(source, tf.Tensor) else [] if source is not None else list(x.op.inputs)
             unknown = [y for y in before if isinstance(self.of(y), Unknown)]
-            if source is None and self.of(x) not in map(self.of, unknown):  # beside inputs that its rule ignores, too
+            is_made = source is None or self.outer_of(x) is not None
+            if is_made and self.of(x) not in map(self.of, unknown):  # beside inputs that its rule ignores, too
                 found[x.op.name] = x.op
             waiting.extend(y for y in unknown if y.name not in seen)
             seen.update(y.name for y in unknown)
@@ -169,12 +169,13 @@ class Facts(GraphFacts):
             return Shard()
         if (found := self._of_collective(tensor)) is not None:
             return found
-        if tensor.op.type == "Placeholder" and self._program.outer is not None:
-            outer = self._outer_of(tensor)
-            return None if outer is None else self._program.outer.attachment(Facts).of(outer)
-        return None
+        outer = self.outer_of(tensor)
+        return None if outer is None else self._program.outer.attachment(Facts).of(outer)
 
-    def _outer_of(self, tensor: tf.Tensor) -> tf.Tensor | None:
+    def outer_of(self, tensor: tf.Tensor) -> tf.Tensor | None:
+        """Returns what `tensor` is outside of the branch, which has captured it; None: it has not."""
+        if tensor.op.type != "Placeholder" or self._program.outer is None:
+            return None
         if tensor.name not in self._captured:
             self._captured = {inner.name: outer for outer, inner in self._program.graph.captures}
         outer = self._captured.get(tensor.name)

@@ -113,7 +113,7 @@ class RepairPlan:
         is_control = op.type in (*tape.BRANCHES, *tape.LOOPS)
         if op.graph is not self._program.graph or not records.has_gradient(op) or tape.is_backward(op):
             return []
-        if is_control and why not in (Why.FUNCTION, Why.GOES_BACK, Why.MIXED):
+        if is_control and (why not in (Why.FUNCTION, Why.GOES_BACK, Why.MIXED) or self._program.has_sent_in(op)):
             return []
         if op.type == "RaggedTensorToTensor" and isinstance(inputs[1], Shard) and isinstance(inputs[2], Replicate):
             return [Want(op, OUTPUT, op.outputs[0], Shard())]

@@ -65,7 +65,7 @@ class Redistribution:
 
     def agree(self, tensors: Tensors, label: str) -> None:
         """Lets the ranks agree on `tensors`, each `Partial`, of static shapes: one message, one more for maxima and minima."""
-        missing = list({x.name: x for x in tensors if x.name not in self._found}.values())
+        missing = self._agreed_outside([x for x in {x.name: x for x in tensors}.values() if x.name not in self._found], label)
         hows = {x.name: self._facts.of(x).how for x in missing}
         with self._program.outermost(), tape.stop_recording():
             totals = self._totals.of(missing, [hows[x.name] for x in missing], label)
@@ -73,6 +73,18 @@ class Redistribution:
         means = [x.name for x in missing if hows[x.name] in MEANS]  # now: they may become known later
         for is_extreme, back in ((False, functools.partial(self._back_to_sums, means)), (True, self._back_to_extremes)):
             self._note([pair for pair in pairs if (hows[pair[0].name] in EXTREMES) is is_extreme], back)
+
+    def _agreed_outside(self, tensors: Tensors, label: str) -> list[tf.Tensor]:
+        """Lets the ranks agree on what a branch has captured before they enter it; returns the others."""
+        captured = [(x, outer) for x in tensors if (outer := self._facts.outer_of(x)) is not None]
+        if captured:
+            outside: Redistribution = self._program.outer.attachment(Redistribution)
+            outside.agree([outer for _, outer in captured], label)
+            for x, outer in captured:
+                with self._program.outermost(), tape.stop_recording():
+                    self._found[x.name] = tf.identity(outside.found(outer))
+                self._facts.declare_agreed(self._found[x.name])
+        return [x for x in tensors if x.name not in self._found]
 
     def make(self, build: Callable[..., tf.Tensor], *tensors: tf.Tensor) -> tf.Tensor:
         """Returns `build(*tensors)`, of operations that tapes go back through."""

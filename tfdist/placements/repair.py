@@ -74,6 +74,7 @@ class Repair:
         found = self._facts.of(tensor)
         if not isinstance(found, Unknown) or found.what in self._given_up:
             return found
+        self._know_outside(tensor, label)
         for settle in self._program.before_collective:  # what reads gradients is to read sums of them
             settle()
         for _ in range(_MOST_PLANS):
@@ -86,6 +87,17 @@ class Repair:
         if may_gather:
             self._given_up.update(lost)
         return self._facts.of(tensor)
+
+    def _know_outside(self, tensor: tf.Tensor, label: str) -> None:
+        """Mends what a branch has captured, and what makes `tensor` unknown in it, where that was made."""
+        for op in self._facts.reasons_of(tensor):
+            if (outer := self._facts.outer_of(op.outputs[0])) is not None:
+                repair: Repair = self._program.outer.attachment(Repair)
+                repair.known(outer, label)
+                self._facts.forget(op.outputs)
+                if (now := repair.now(outer)) is not outer:
+                    with self._program.outermost():
+                        self._remaking.replace(op.outputs[0], tf.identity(now))
 
     def now(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns what stands in the place of `tensor`, of own rows, since it was mended: of all rows, which are more."""

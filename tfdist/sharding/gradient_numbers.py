@@ -31,6 +31,7 @@ class GradientNumbers:
     """The numbers that gradients meet in the graph of one rank's program; an attachment of the program, and of a branch's.
 
     Attributes:
+        is_own: whether gradients are read for the optimizer, or to agree.
         is_agreeing: whether the ranks are about to agree on some.
     """
 
@@ -39,9 +40,10 @@ class GradientNumbers:
     def __init__(self, program: RankProgram):
         self._program = program
         self._computed: set[str] = set()  # gradients, and what is computed of them, by name
+        self._met: list[tuple[tf.Operation, int]] = []  # which operations read numbers beside gradients, and where
         self._num_searched = 0
         self._of_tapes: list[list[int]] = []  # from which operation to which a tape has made them
-        self._is_own = False
+        self.is_own = False
         self.is_agreeing = False
         program.before_collective.append(self.settle)
         program.at_close.append(lambda _: self.settle())
@@ -59,21 +61,10 @@ class GradientNumbers:
 
     def settle(self) -> None:
         """Lets what has read gradients so far read the numbers beside them of the whole batch."""
-        mesh = self._program.mesh
-        self._note_captured()
-        if self._is_own or not self._computed or mesh.size("data") == 1 or mesh.splits_layers:
+        self._follow()
+        if self.is_own or not self._met:
             return
-        operations = self._program.graph.get_operations()
-        start, self._num_searched = self._num_searched, len(operations)
-        met: list[tuple[tf.Operation, int]] = []
-        for number, op in enumerate(operations[start:], start):
-            if op.type.startswith("Collective") or not any(x.name in self._computed for x in op.inputs):
-                continue
-            self._computed.update(x.name for x in op.outputs)
-            is_of_tape = tape.is_backward(op) or any(begin <= number < end for begin, end in self._of_tapes)
-            if not is_of_tape and not tape.writes(op):
-                met += [(op, place) for place, x in enumerate(op.inputs) if x.name not in self._computed]
-        met = [(op, place) for op, place in met if self._must_be_whole(op, place)]
+        met, self._met = [(op, place) for op, place in self._met if self._must_be_whole(op, place)], []
         if not met:
             return
         with self.own_use(is_agreeing=True):
@@ -82,12 +73,28 @@ class GradientNumbers:
                 if whole is not None and whole is not op.inputs[place]:
                     self._program.attachment(Redistribution).reads(op, place, whole)
 
-    def _note_captured(self) -> None:
-        outer = self._program.outer
-        if outer is not None and (known := outer.attachment(GradientNumbers)._computed):
+    def _follow(self) -> None:
+        """Finds what is computed of gradients, a branch of what it has captured, and what these meet."""
+        mesh, outer = self._program.mesh, self._program.outer
+        if self.is_own or mesh.size("data") == 1 or mesh.splits_layers:
+            return
+        if outer is not None:
+            numbers = outer.attachment(GradientNumbers)
+            numbers._follow()
             for outside, inside in self._program.graph.captures:
-                if tf.is_symbolic_tensor(outside) and outside.graph is outer.graph and outside.name in known:
+                if tf.is_symbolic_tensor(outside) and outside.graph is outer.graph and outside.name in numbers._computed:
                     self._computed.add(inside.name)
+        if not self._computed:
+            return
+        operations = self._program.graph.get_operations()
+        start, self._num_searched = self._num_searched, len(operations)
+        for number, op in enumerate(operations[start:], start):
+            if op.type.startswith("Collective") or not any(x.name in self._computed for x in op.inputs):
+                continue
+            self._computed.update(x.name for x in op.outputs)
+            is_of_tape = tape.is_backward(op) or any(begin <= number < end for begin, end in self._of_tapes)
+            if not is_of_tape and not tape.writes(op) and not self._program.has_sent_in(op):
+                self._met += [(op, place) for place, x in enumerate(op.inputs) if x.name not in self._computed]
 
     def _must_be_whole(self, op: tf.Operation, place: int) -> bool:
         facts, number = self._program.attachment(Facts), op.inputs[place]
@@ -127,7 +134,7 @@ class GradientNumbers:
         if not is_agreeing:
             self.settle()
         try:
-            with temporary.attributes(self, _is_own=True, is_agreeing=is_agreeing):
+            with temporary.attributes(self, is_own=True, is_agreeing=is_agreeing):
                 yield
         finally:
             self._num_searched = len(self._program.graph.get_operations())

@@ -91,7 +91,7 @@ class TapeGradients:
     def know_made_by_hand(self, grads: Sequence[Any]) -> None:
         """Lets what `grads`, for an optimizer, are made of by hand be of the whole batch: of gradients of rows, in a step of
         Keras's trainer, by the chain rule."""
-        is_of_trainer = self._program.attachment(GradientWeight).is_of_trainer
+        is_of_trainer = self._program.attachment(GradientWeight).is_of_trainer and not self._numbers.is_own
         if self._program.is_eager or not is_of_trainer or self._program.mesh.splits_layers:
             return
         self._find_carried()
