@@ -145,7 +145,7 @@ class EagerFacts:
             setattr(outputs[0], _SUMMED, inputs[0].shape.num_elements())
 
     def _note_written(self, kind: str, handle: tf.Tensor, value: tf.Tensor) -> None:
-        """Notes whether the variable of `handle` holds the rank's own gradient, or a sum of such, until something else is assigned."""
+        """Notes whether the variable of `handle` holds the rank's own gradient, or a sum of such."""
         known = self._of(value)
         is_own = known.is_gradient and isinstance(known.placement, Partial)
         if is_own or kind == "AssignVariableOp":

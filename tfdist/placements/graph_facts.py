@@ -18,7 +18,7 @@ from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, U
 from tfdist.placements.table import is_elementwise, is_quotient, placements_of
 from tfdist.placements.traced_call import TracedCall
 
-_LEAVES = ("Placeholder", "ReadVariableOp", "VarHandleOp")
+LEAVES = ("Placeholder", "ReadVariableOp", "VarHandleOp")
 
 
 class GraphFacts(abc.ABC):
@@ -123,7 +123,7 @@ class GraphFacts(abc.ABC):
 
     def _by_rule(self, op: tf.Operation) -> list[Placement]:
         inputs = self._read_by(op)
-        if op.type in _LEAVES:
+        if op.type in LEAVES:
             return [Replicate()] * len(op.outputs)
         if op.type in tape.BRANCHES:
             return _joined_branches(self, op, inputs)

@@ -8,32 +8,16 @@ import tensorflow as tf
 
 from tfdist.graphs import tape
 from tfdist.pipeline.stages.flops import trips
+from tfdist.placements.graph_facts import LEAVES
+from tfdist.placements.kernels import may_overwrite, passes_its_buffer_on
 
-# The output is the first input's buffer.
-_ALIASES = frozenset(
-    (
-        "Bitcast CheckNumerics EnsureShape ExpandDims Identity PlaceholderWithDefault PreventGradient Reshape Squeeze "
-        "StopGradient TensorListSetItem TensorListPushBack TensorListPopBack TensorListResize"
-    ).split()
-)
-# What they return is a variable's buffer, or what a step is given.
-GIVEN = frozenset(("ReadVariableOp", "VarHandleOp", "Placeholder"))
-# A kernel that writes each element of the output after it has read that of the input may write into a dying input.
-_IN_PLACE = frozenset(
-    (
-        "Abs Add AddN AddV2 AssignVariableOp BiasAdd Cast Ceil Cos Div DivNoNan Elu EluGrad Erf Exp Expm1 Floor FloorDiv InvGrad "
-        "LeakyRelu LeakyReluGrad Log Log1p LogSoftmax LogicalAnd Maximum Minimum Mul MulNoNan Neg Pow RealDiv Reciprocal "
-        "ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad Round Rsqrt RsqrtGrad Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Softmax "
-        "Softplus SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad Square SquaredDifference Sub Tanh TanhGrad Xdivy Xlogy"
-    ).split()
-)
 CROSSENTROPIES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
 _PRODUCTS = ("MatMul", "Einsum", "Conv", "CudnnRNN")
 
 
 def alias_of(operation: tf.Operation, number: int) -> int | None:
     """Returns the number of the input whose buffer is the output of that number; None: it has its own."""
-    if operation.type in _ALIASES:
+    if passes_its_buffer_on(operation.type):
         return 0
     if operation.type == "IdentityN":
         return number
@@ -48,7 +32,7 @@ def taking_output(operation: tf.Operation) -> int | None:
     gradient, over its logits; None: none."""
     if operation.type in CROSSENTROPIES:
         return 1
-    return 0 if operation.type in _IN_PLACE else None
+    return 0 if operation.type == "AssignVariableOp" or may_overwrite(operation.type) else None
 
 
 def is_product(operation: tf.Operation) -> bool:
@@ -58,7 +42,7 @@ def is_product(operation: tf.Operation) -> bool:
 
 def output_bytes(operation: tf.Operation) -> list[int | None]:
     """Returns the bytes of each output that is no other's; None where a size is known only when it runs."""
-    if operation.type in GIVEN or operation.type == "BroadcastGradientArgs":  # which returns numbers of axes
+    if operation.type in LEAVES or operation.type == "BroadcastGradientArgs":  # which returns numbers of axes
         return [0] * len(operation.outputs)
     if operation.type in tape.LOOPS:
         return [_of_loop(operation, number) for number in range(len(operation.outputs))]
@@ -90,7 +74,9 @@ def scratch_bytes(operation: tf.Operation) -> int:
     """Returns the bytes of what the body of a loop holds besides what it returns: all its tensors, which is the most."""
     if operation.type not in tape.LOOPS:
         return 0
-    inside = [one for one in tape.body(operation).get_operations() if one.type not in GIVEN and one.type not in _ALIASES]
+    inside = [
+        one for one in tape.body(operation).get_operations() if one.type not in LEAVES and not passes_its_buffer_on(one.type)
+    ]
     return sum(tensor_bytes(x) or 0 for one in inside for x in one.outputs)
 
 
@@ -122,10 +108,10 @@ def _put(body: tf.Graph, number: int) -> tf.Tensor | None:
     item, seen = put.op.inputs[-1], set()
     while item.name not in seen:
         seen.add(item.name)
-        if item.op.type in _ALIASES and item.op.inputs:
+        if passes_its_buffer_on(item.op.type) and item.op.inputs:
             item = item.op.inputs[0]
         elif item.name in given and given[item.name] < len(body.outputs):  # the trip before has handed it on
             item = body.outputs[given[item.name]]
         else:
-            return None if item.op.type in GIVEN else item
+            return None if item.op.type in LEAVES else item
     return None  # what was there before the loop

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tfdist.planning import operations
+from tfdist.placements.graph_facts import LEAVES
 from tfdist.planning.lifetimes import Buffers, Sweep
 from tfdist.planning.step_trace import StepTrace
 
@@ -135,7 +135,7 @@ def _is_of_forward(trace: StepTrace, sweep: Sweep) -> np.ndarray:
     """Returns which operations are forward's, or depend on what is given: backward makes anew what it needs of constants."""
     depends = np.zeros(len(sweep.ops), bool)
     for place, (one, before) in enumerate(zip(sweep.ops, sweep.before, strict=True)):
-        depends[place] = one.type in operations.GIVEN or depends[before].any()
+        depends[place] = one.type in LEAVES or depends[before].any()
     return depends | (np.arange(len(depends)) < trace.forward)
 
 

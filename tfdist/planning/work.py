@@ -11,6 +11,8 @@ import tensorflow as tf
 
 from tfdist.graphs import tape
 from tfdist.pipeline.stages.flops import elements, flops_of_operation
+from tfdist.placements.graph_facts import LEAVES
+from tfdist.placements.kernels import is_series
 from tfdist.planning import operations
 from tfdist.planning.einsums import transposed_bytes
 from tfdist.planning.hardware import Hardware
@@ -18,14 +20,6 @@ from tfdist.planning.lifetimes import between
 from tfdist.planning.step_profile import owners_of
 from tfdist.planning.step_trace import StepTrace
 
-# What a processor computes by a series, or by several rounds: element by element more than it takes to move it.
-_FUNCTIONS = frozenset(
-    (
-        "Acos Asin Atan Cos Elu Erf Erfc Exp Expm1 Log Log1p LogSoftmax Pow Selu Sigmoid Sin SoftmaxCrossEntropyWithLogits "
-        "Softmax Softplus SparseSoftmaxCrossEntropyWithLogits StatelessRandomNormalV2 StatelessRandomUniformV2 "
-        "StatelessTruncatedNormalV2 Tan Tanh"
-    ).split()
-)
 # Cross-entropy of logits is five expressions after another, which read them five times and write twice; two of them are
 # functions (TensorFlow's `xent_op.h`). That of the gradient CPUs compute one element at a time, not eight or sixteen at once.
 _CROSSENTROPY_PASSES, _CROSSENTROPY_FUNCTIONS = 7.0, 9.0
@@ -146,7 +140,7 @@ def _again(trace: StepTrace, ops: Sequence[tf.Operation], owners: np.ndarray) ->
 
 
 def _is_free(operation: tf.Operation) -> bool:
-    return operation.type in operations.GIVEN or operation.type == "Const" or operations.alias_of(operation, 0) is not None
+    return operation.type in LEAVES or operation.type == "Const" or operations.alias_of(operation, 0) is not None
 
 
 def _dtype(operation: tf.Operation) -> str:
@@ -155,7 +149,7 @@ def _dtype(operation: tf.Operation) -> str:
 
 
 def _functions(operation: tf.Operation) -> float:
-    computed = elements(operation.outputs[-1].shape) if operation.type in _FUNCTIONS else 0
+    computed = elements(operation.outputs[-1].shape) if is_series(operation.type) else 0
     return _CROSSENTROPY_FUNCTIONS * computed if operation.type in operations.CROSSENTROPIES else float(computed)
 
 

@@ -20,18 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 import tensorflow as tf
 
 from tfdist.graphs import tape
+from tfdist.placements.graph_facts import LEAVES
+from tfdist.placements.kernels import only_moves
 
 UNKNOWN_SIZE = 128
-
-_MOVES = frozenset(
-    (
-        "BatchToSpaceND BroadcastTo Cast Concat ConcatV2 Const DeepCopy DepthToSpace DynamicStitch EnsureShape ExpandDims Fill "
-        "Gather GatherNd GatherV2 Identity IdentityN MirrorPad OnesLike Pack Pad PadV2 ParallelDynamicStitch Placeholder "
-        "PlaceholderWithDefault PreventGradient ReadVariableOp Reshape ResourceGather ReverseV2 Slice Snapshot SpaceToBatchND "
-        "SpaceToDepth Split SplitV Squeeze StopGradient StridedSlice TensorListConcatV2 TensorListGather TensorListGetItem "
-        "TensorListStack Tile Transpose Unpack ZerosLike"
-    ).split()
-)
 
 
 def elements(shape: tf.TensorShape | Sequence[int | None]) -> int:
@@ -51,7 +43,7 @@ def flops_of_operation(operation: tf.Operation) -> int:
         return (UNKNOWN_SIZE if times is None else times) * _of_function(operation, operation.get_attr("body").name)
     if operation.type in _RULES:
         return _RULES[operation.type](operation)
-    if operation.type in _MOVES:
+    if only_moves(operation.type) or operation.type in (*LEAVES, "Const", "IdentityN"):
         return 0
     values = operation.node_def.attr.values()
     called = [function.name for value in values for function in (value.func, *value.list.func) if function.name]
