@@ -95,7 +95,7 @@ class Partial:
             such numbers: the name of each.
     """
 
-    how: How
+    how: How = How.SUM
     rows: tuple[str, ...] = ()
 
     @property

@@ -52,13 +52,13 @@ class DecoderConfig:
     mlp_width: int
     vocabulary_size: int
     max_sequence_length: int
-    is_gated: bool
-    activation: str
-    normalization: str
-    has_bias: bool
-    is_parallel: bool
-    has_positions: bool
-    is_tied: bool
+    is_gated: bool = True
+    activation: str = "silu"
+    normalization: str = "rms"
+    has_bias: bool = False
+    is_parallel: bool = False
+    has_positions: bool = False
+    is_tied: bool = False
     published_parameters: float
     source: str
 
@@ -95,13 +95,6 @@ def _llama3(name: str, **sizes: Any) -> DecoderConfig:
         head_size=128,
         vocabulary_size=128256,
         max_sequence_length=8192,
-        is_gated=True,
-        activation="silu",
-        normalization="rms",
-        has_bias=False,
-        is_parallel=False,
-        has_positions=False,
-        is_tied=False,
         source="The Llama 3 Herd of Models, 2024, table 3",
         **sizes,
     )
@@ -120,7 +113,6 @@ def _gpt(name: str, width: int, num_heads: int, **sizes: Any) -> DecoderConfig:
         activation="gelu",
         normalization="layer",
         has_bias=True,
-        is_parallel=False,
         has_positions=True,
         is_tied=True,
         **sizes,
@@ -144,12 +136,8 @@ KNOWN_MODELS = {
             mlp_width=73728,
             vocabulary_size=256000,
             max_sequence_length=2048,
-            is_gated=True,
-            activation="silu",
             normalization="layer",
-            has_bias=False,
             is_parallel=True,
-            has_positions=False,
             is_tied=True,
             published_parameters=540.35e9,
             source="Chowdhery et al. 2022, PaLM: Scaling Language Modeling with Pathways, table 1",

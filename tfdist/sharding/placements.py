@@ -1,13 +1,10 @@
-"""Where a tensor lives: the words of the ZeRO table."""
+"""Where a tensor lives: the words of the ZeRO table. `Replicate` and `Partial` mean what they do of every tensor of a step."""
 
 from __future__ import annotations
 
 import dataclasses
 
-
-@dataclasses.dataclass(frozen=True)
-class Replicate:
-    """Every rank holds all of it."""
+from tfdist.placements.kinds import Partial, Replicate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +29,6 @@ class Own:
     """
 
     rank: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Partial:
-    """Every rank holds a full-size summand; the tensor is their sum, not formed yet."""
 
 
 Placement = Replicate | Shard | Own | Partial

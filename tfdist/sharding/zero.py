@@ -36,11 +36,6 @@ class ZeroPlacements:
         sizes = {"parameter": 4, "gradient": 4, "optimizer_state": 8}
         return sum(size * self.fraction(kind, data_parallel_size) for kind, size in sizes.items())
 
-    @property
-    def traffic(self) -> int:
-        """Elements moved per parameter, rank and step, up to the factor (N-1)/N: 2 for stages 0-2, 3 for stage 3."""
-        return 3 if isinstance(self.parameter, Shard) else 2
-
 
 ZERO_STAGES = {
     0: ZeroPlacements(Replicate(), Replicate(), Replicate()),
