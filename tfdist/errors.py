@@ -9,6 +9,7 @@ An error names the argument in backticks, says what was expected and what was re
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 # The exit code of a worker that ends because another one has failed; a launcher looks for that other one.
@@ -44,6 +45,11 @@ def not_implemented(expected: str, *, fix: str = "", **received: Any) -> NotImpl
 def runtime_error(expected: str, *, fix: str = "", **received: Any) -> RuntimeError:
     """Returns the error of a call in the wrong place or of a process that failed; the arguments are those of `message`."""
     return RuntimeError(message(expected, fix=fix, **received))
+
+
+def warn(expected: str, *, fix: str = "", stacklevel: int = 3, **received: Any) -> None:
+    """Warns, in the same grammar, as of who has called the function that calls this one; the others are those of `message`."""
+    warnings.warn(message(expected, fix=fix, **received), stacklevel=stacklevel)
 
 
 def check_integer(name: str, value: Any, least: int, *, fix: str = "") -> None:

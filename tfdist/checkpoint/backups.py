@@ -26,7 +26,6 @@ import glob
 import itertools
 import json
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -144,10 +143,7 @@ class FitBackup(keras.callbacks.BackupAndRestore):
             )
         self._finds_steps = not why
         if why and self._is_chief:
-            warnings.warn(
-                f"`BackupAndRestore(save_freq={self.save_freq})` saves at the end of each epoch only: {why}",
-                stacklevel=2,
-            )
+            errors.warn(f"`BackupAndRestore(save_freq={self.save_freq})` saves at the end of each epoch only: {why}")
 
     def _find(self) -> State:
         """Returns what this `fit` begins with: the path of a file, if there is any, its state, and lines for the user."""

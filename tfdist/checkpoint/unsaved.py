@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
+from tfdist import errors
 from tfdist.checkpoint.extra_state import optimizers_of
 from tfdist.checkpoint.writing_role import tfdist_strategy
 
@@ -21,19 +21,17 @@ def tell_what_is_not_saved(model: Any) -> None:
     extended = getattr(tfdist_strategy(model), "extended", None)
     if getattr(extended, "draws_unsaved", False):
         extended.draws_unsaved = False
-        warnings.warn(
+        errors.warn(
             "A step draws from TensorFlow's stateful random operations (`tf.random.normal`, `tf.nn.dropout`, ...), whose state "
             "no backup has: a run that goes on from it draws again what it has drawn before. `keras.random` with a "
-            "`keras.random.SeedGenerator` of a layer goes on where it was.",
-            stacklevel=2,
+            "`keras.random.SeedGenerator` of a layer goes on where it was."
         )
     names = _unsaved_optimizers(model)
     if names:
-        warnings.warn(
+        errors.warn(
             f"The state of the optimizer {' and '.join(names)} is in no backup, and begins anew in a run that goes on from it: "
             f"it trains {model.name!r}, and is no part of it. Make it an attribute of the model before `fit`: "
-            "`model.second_optimizer = optimizer`.",
-            stacklevel=2,
+            "`model.second_optimizer = optimizer`."
         )
 
 

@@ -14,13 +14,13 @@ common divisor is dealt: 25 units, of 20 and of 1 rows.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdist import errors
 from tfdist.data.signature import transformations
 
 
@@ -85,11 +85,10 @@ class Dealing:
         if units >= self._num_parts or max(rows, default=0) < self._num_parts or self._has_warned or len(set(rows)) == 1:
             return
         self._has_warned = True
-        warnings.warn(
+        errors.warn(
             f"The parts of a batch have {', '.join(map(str, rows))} rows, of which every device must get the same share: {units} "
             f"of {self._num_parts} devices get any. Choose batch sizes whose greatest common divisor is a multiple of "
-            f"{self._num_parts}, with `drop_remainder=True`.",
-            stacklevel=2,
+            f"{self._num_parts}, with `drop_remainder=True`."
         )
 
     # What follows runs in the graph that splits a batch.

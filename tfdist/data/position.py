@@ -249,11 +249,10 @@ class FitData:
                 "`backup_dir`.",
             )
         if self.iterator.is_generator and is_chief:
-            warnings.warn(
+            errors.warn(
                 "`fit` goes on from a backup, and its data are a Python generator, of which the place cannot be known: batches "
                 "that were read before the failure are read and dropped, which is right if the generator yields the same again. "
-                "A `tf.data.Dataset` or a `keras.utils.PyDataset` goes on at its place for certain.",
-                stacklevel=2,
+                "A `tf.data.Dataset` or a `keras.utils.PyDataset` goes on at its place for certain."
             )
         self._validations, self._logs, self._say = state["validations"], state["logs"], say
         batches = None if state["stop_training"] and position["batches"] else position["batches"]

@@ -18,7 +18,6 @@ it does not see the assignment.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -176,12 +175,9 @@ def _warn(variable: keras.Variable, placement: Placement) -> None:
     _told[id(variable)] = variable
     why = placement.what if isinstance(placement, Unknown) else type(placement).__name__
     what = "the mean over the devices" if _is_statistic(variable._value) else "its own value on each device"
-    warnings.warn(
-        errors.message(
-            f"Variable {variable.path!r} is assigned what a device has computed of its own rows, and what that is of the global "
-            f"batch cannot be told ({why}). It becomes {what}.",
-            fix="Reduce what depends on rows (`tfdist.collectives.all_reduce`), or gather the rows "
-            "(`tfdist.collectives.all_gather(x, uneven=True)`), before it is assigned.",
-        ),
-        stacklevel=2,
+    errors.warn(
+        f"Variable {variable.path!r} is assigned what a device has computed of its own rows, and what that is of the global "
+        f"batch cannot be told ({why}). It becomes {what}.",
+        fix="Reduce what depends on rows (`tfdist.collectives.all_reduce`), or gather the rows "
+        "(`tfdist.collectives.all_gather(x, uneven=True)`), before it is assigned.",
     )

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist import errors
 from tfdist.collectives import RankProgram, all_reduce, cross_replica_of, rank_program
 from tfdist.losses.trainer_step import trainer_step
 from tfdist.metrics import updates
@@ -70,10 +70,9 @@ def _result(metric: keras.metrics.Metric, own: Callable[[], Any], program: RankP
     if not variables or not program.plan.attachment(_Summed).has(metric, program):
         return own()
     if not program.may_emit_here():
-        warnings.warn(
+        errors.warn(
             f"`result()` of the metric {metric.name!r} is called in a branch, a loop or a nested `tf.function` of the function "
-            "given to `strategy.run`: there it is that of the device's own rows. Call it outside of it.",
-            stacklevel=2,
+            "given to `strategy.run`: there it is that of the device's own rows. Call it outside of it."
         )
         return own()
     is_first = program.mesh.coordinate(program.rank).data == 0

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import temporary
+from tfdist import errors, temporary
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.losses.given_batch import GivenBatch
 from tfdist.losses.global_losses import whole_batch
@@ -163,12 +162,11 @@ def _takes_own_rows(
         obstacle = "it is updated in a branch, a loop or a nested `tf.function`"
     if not obstacle:
         return False
-    warnings.warn(
+    errors.warn(
         f"The metric {metric.name!r} ({type(metric).__name__}) is updated by each device with its own rows, and the devices' "
         f"states are added up: right only if they are sums over rows. Its updates are not seen to be such sums, and {obstacle}. "
         "Assign sums of what is computed for each row, `self.total.assign_add(ops.sum(...))`, or update it after "
-        "`strategy.run`, with the whole batch.",
-        stacklevel=2,
+        "`strategy.run`, with the whole batch."
     )
     return True
 

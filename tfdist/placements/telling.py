@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 import weakref
 from typing import Any
 
@@ -74,7 +73,7 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
         why, fix = _TOLD.get(unknown.why, (_OWN, _REDUCE))
         where = "" if program.is_eager else line_of_user(here.graph, unknown.what)
         told = f"{name} contains {unknown.why.value}: {unknown.what}{where}. {why}"
-        warnings.warn(errors.message(told, fix=fix), stacklevel=2)
+        errors.warn(told, fix=fix)
     return placement
 
 
@@ -140,14 +139,12 @@ def warn_of_number_read(tensor: tf.Tensor) -> None:
     line = program.attachment(EagerFacts).line_that_reads(tensor)
     if line is not None and not program.attachment(RankRows).are_everywhere:
         _told.add(owner)
-        warnings.warn(
-            errors.message(
-                f"Python reads a number of an eager step{line}: that of the device's own rows, where one device has that of all, "
-                "and nobody can see what becomes of it.",
-                fix="Compute with tensors (`mean > 0.5`, `tf.where`), of which tfdist knows what they are of; reduce it over the "
-                'devices first, `tfdist.collectives.all_reduce(x, "data")`; or compile without `run_eagerly`.',
-            ),
-            stacklevel=3,
+        errors.warn(
+            f"Python reads a number of an eager step{line}: that of the device's own rows, where one device has that of all, "
+            "and nobody can see what becomes of it.",
+            fix="Compute with tensors (`mean > 0.5`, `tf.where`), of which tfdist knows what they are of; reduce it over the "
+            'devices first, `tfdist.collectives.all_reduce(x, "data")`; or compile without `run_eagerly`.',
+            stacklevel=4,
         )
 
 
@@ -157,14 +154,11 @@ def warn_of_custom_gradient(program: RankProgram, unknown: Unknown | None) -> No
         return
     _told.add(program.root)
     where = line_of_user(program.graph, unknown.what)
-    warnings.warn(
-        errors.message(
-            "In the gradient function of a `tf.custom_gradient` rows of the batch meet: it looks at what comes back to all "
-            f"together (a norm, a mean): {unknown.what}{where}. Each device has a part of the rows, and gives it that alone.",
-            fix="Look at each row by itself (`axis=-1`), or reduce over the devices what is of all rows: "
-            '`tfdist.collectives.all_reduce(x, "data")`.',
-        ),
-        stacklevel=2,
+    errors.warn(
+        "In the gradient function of a `tf.custom_gradient` rows of the batch meet: it looks at what comes back to all "
+        f"together (a norm, a mean): {unknown.what}{where}. Each device has a part of the rows, and gives it that alone.",
+        fix="Look at each row by itself (`axis=-1`), or reduce over the devices what is of all rows: "
+        '`tfdist.collectives.all_reduce(x, "data")`.',
     )
 
 
@@ -175,14 +169,11 @@ def warn_of_layer_in_pipeline(model: Any, placement: Placement, loss: tf.Tensor)
     _told.add(model)
     what = placement.what if isinstance(placement, Unknown) else f"{loss.op.type} {loss.op.name!r}"
     why = placement.why.value if isinstance(placement, Unknown) else Why.FUNCTION.value
-    warnings.warn(
-        errors.message(
-            f"A loss that a layer of the pipeline {model.name!r} adds contains {why}: {what}{line_of_user(loss.graph, what)}. "
-            "The layer sees a microbatch, and what is added counts as a mean over its rows.",
-            fix="Add means or sums over rows in layers. Return what another loss is made of as an output of the model, and "
-            "compute it in the model's loss, which is that of the whole batch.",
-        ),
-        stacklevel=2,
+    errors.warn(
+        f"A loss that a layer of the pipeline {model.name!r} adds contains {why}: {what}{line_of_user(loss.graph, what)}. "
+        "The layer sees a microbatch, and what is added counts as a mean over its rows.",
+        fix="Add means or sums over rows in layers. Return what another loss is made of as an output of the model, and "
+        "compute it in the model's loss, which is that of the whole batch.",
     )
 
 

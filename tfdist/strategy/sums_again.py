@@ -10,7 +10,6 @@ strategy.reduce("SUM", rmse, axis=None)         once: the replicas have agreed o
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any
 
@@ -84,13 +83,9 @@ def as_reduced(reduce_op: tf.distribute.ReduceOp, value: Any, strategy: tf.distr
     is_marked = len(parts) > 1 and all(getattr(part, _MARK, False) for part in parts)
     if reduce_op == tf.distribute.ReduceOp.SUM and is_marked and strategy not in _told:
         _told.add(strategy)
-        warnings.warn(
-            errors.message(
-                "What `strategy.run` has returned is computed of the gradients of the whole batch, and the same on all replicas. "
-                "Summed, it counts as many times as there are replicas.",
-                fix='Reduce it by `"MEAN"`; or return the gradient as it left the tape, or scaled, which is each replica\'s '
-                "summand.",
-            ),
-            stacklevel=2,
+        errors.warn(
+            "What `strategy.run` has returned is computed of the gradients of the whole batch, and the same on all replicas. "
+            "Summed, it counts as many times as there are replicas.",
+            fix='Reduce it by `"MEAN"`; or return the gradient as it left the tape, or scaled, which is each replica\'s summand.',
         )
     return reduce_op

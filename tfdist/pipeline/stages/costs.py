@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -118,13 +117,9 @@ def _tensors(outputs: Sequence[Any]) -> list[Any]:
 
 def _guessed(operation: keras.Operation, outputs: Sequence[tf.Tensor], error: Exception) -> int:
     """Warns of an operation that cannot be traced, and returns its FLOPs: 2 for each weight and position."""
-    warnings.warn(
-        errors.message(
-            f"The cost of {operation.name!r} is guessed from its weights: it could not be traced by itself "
-            f"({type(error).__name__}).",
-            fix="Where stages do not cost alike, cut the model yourself (`stages`).",
-        ),
-        stacklevel=2,
+    errors.warn(
+        f"The cost of {operation.name!r} is guessed from its weights: it could not be traced by itself ({type(error).__name__}).",
+        fix="Where stages do not cost alike, cut the model yourself (`stages`).",
     )
     positions = elements(outputs[0].shape[:-1]) if outputs and outputs[0].shape.rank else 1
     return 2 * sum(elements(weight.shape) for weight in getattr(operation, "weights", ())) * positions
