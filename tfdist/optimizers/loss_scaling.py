@@ -66,9 +66,7 @@ def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
     the ranks agree on their own gradients.
     """
     program = stepping_program()
-    gradients = program.attachment(TapeGradients)
-    gradients.know_made_by_hand(grads)
-    with gradients.own_use():
+    with program.attachment(TapeGradients).own_use(grads):
         inner = optimizer.inner_optimizer
         variables = list(optimizer._trainable_variables if variables is None else variables)
         pairs = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]

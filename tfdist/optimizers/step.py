@@ -45,9 +45,7 @@ def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[An
     program = stepping_program()
     _sum_outside_branches(optimizer, grads, variables, config, program)
     program.plan.note(program.rank, f"the optimizer is {_described(optimizer)}")
-    gradients, slots = program.attachment(TapeGradients), program.attachment(SlotReads)
-    gradients.know_made_by_hand(grads)
-    with tf.device(program.device), gradients.own_use(), slots.stepping():
+    with tf.device(program.device), program.attachment(TapeGradients).own_use(grads), program.attachment(SlotReads).stepping():
         _Step(grads, variables, config, program, optimizer).apply()
 
 

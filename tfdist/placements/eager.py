@@ -100,20 +100,20 @@ class EagerFacts:
         """A block of operations that are not looked at."""
         return temporary.attributes(self, _is_busy=True)
 
-    def whole(self, tensor: tf.Tensor) -> tf.Tensor:
+    def as_whole(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
         """Returns what `tensor`, if it is a number of each rank, is on one device."""
         with self.not_seen():
             is_number = self._is_mending and isinstance(self.of(tensor), Partial)
-            return self._agreed([tensor])[0] if is_number else tensor
+            return self._agreed([tensor], label)[0] if is_number else tensor
 
-    def without_extremes(self, tensor: tf.Tensor) -> tf.Tensor:
+    def without_extremes(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
         """Returns `tensor`, or what ranks have agreed on where it is a maximum or a minimum of each one's rows."""
         placement = self.of(tensor)
-        return self.whole(tensor) if isinstance(placement, Partial) and placement.is_extreme else tensor
+        return self.as_whole(tensor, label) if isinstance(placement, Partial) and placement.is_extreme else tensor
 
-    def as_mean(self, tensor: tf.Tensor) -> tf.Tensor:
+    def as_mean(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
         """Returns `tensor` such that the ranks' own, by their weights, make up what one device has, as far as that is known."""
-        tensor = self.without_extremes(tensor)
+        tensor = self.without_extremes(tensor, label)
         placement = self.of(tensor)
         with self.not_seen():
             return self._over_weight(tensor) if isinstance(placement, Partial) and placement.is_sum else tensor
@@ -244,12 +244,12 @@ class EagerFacts:
 
     # What ranks agree on
 
-    def _agreed(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def _agreed(self, tensors: Sequence[tf.Tensor], label: str = "step") -> list[tf.Tensor]:
         missing = list({id(x): x for x in tensors if not self._is_agreed_on(x)}.values())
         if missing:
             hows = [found.how for found in map(self.of, missing) if isinstance(found, Partial)]
             with tape.stop_recording():
-                totals = [tf.identity(x) for x in self._totals.of(missing, hows, "agree/step")]
+                totals = [tf.identity(x) for x in self._totals.of(missing, hows, f"agree/{label}")]
             for x, total in zip(missing, totals, strict=True):
                 self._set(total, _Known(self._run, Replicate(), is_agreed=True, is_gradient=self._of(x).is_gradient))
                 setattr(x, _AGREED, total)

@@ -147,12 +147,12 @@ class GraphFacts(abc.ABC):
         """What goes round is what it was and what the body makes of that, until neither changes."""
         body, carried = tape.body(op), list(inputs)
         for place, x in enumerate(op.inputs):  # a state of zeros for each of the rank's rows
-            if x.shape.rank and x.shape[0] in self.static_rows and isinstance(carried[place], Replicate) and _is_zero(x):
+            if x.shape.rank and x.shape[0] in self.static_rows and isinstance(carried[place], Replicate) and is_zero(x):
                 carried[place] = Shard()
         for _ in range(len(carried) + 2):
             found = self.out_of(body, carried)
             joined = [
-                _joined(one, other, op, is_zero=_is_zero(x)) for x, one, other in zip(op.inputs, carried, found, strict=False)
+                _joined(one, other, op, is_zero=is_zero(x)) for x, one, other in zip(op.inputs, carried, found, strict=False)
             ]
             if joined == carried[: len(joined)]:
                 break
@@ -216,7 +216,7 @@ def _joined(one: Placement, other: Placement, op: tf.Operation, *, is_zero: bool
     return Unknown(Why.FUNCTION, named(op))
 
 
-def _is_zero(tensor: tf.Tensor) -> bool:
+def is_zero(tensor: tf.Tensor) -> bool:
     """Whether `tensor` is nothing yet: zeros, or an empty list."""
     if tensor.dtype == tf.variant:
         return tensor.op.type in ("TensorListReserve", "EmptyTensorList")

@@ -79,35 +79,29 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
 
 def as_whole(program: RankProgram, tensor: tf.Tensor, label: str) -> tf.Tensor:
     """Returns `tensor`, or what it is on one device where it is a number that each rank has of its own rows."""
-    here = _where_known(program, tensor)
-    if here is None:
-        return tensor
-    return here.attachment(EagerFacts).whole(tensor) if here.is_eager else here.attachment(Repair).as_whole(tensor, label)
+    found = _who_mends(program, tensor)
+    return tensor if found is None else found.as_whole(tensor, label)
 
 
 def as_mean(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name: str) -> tf.Tensor:
     """Returns `tensor`, a number, such that the ranks' own, by their weights, make up that of one device, if it is `known`."""
     known(program, tensor, label, owner, name)
-    here = _where_known(program, tensor)
-    if here is None:
-        return tensor
-    return here.attachment(EagerFacts).as_mean(tensor) if here.is_eager else here.attachment(Repair).as_mean(tensor, label)
+    found = _who_mends(program, tensor)
+    return tensor if found is None else found.as_mean(tensor, label)
 
 
 def without_extremes(program: RankProgram, tensor: tf.Tensor) -> tf.Tensor:
     """Returns `tensor`, a loss, or what ranks have agreed on where it is a maximum or a minimum of each one's rows."""
-    here = _where_known(program, tensor)
-    if here is not None and here.is_eager:
-        return here.attachment(EagerFacts).without_extremes(tensor)
-    return tensor if here is None else here.attachment(Repair).without_extremes(tensor, "loss")
+    found = _who_mends(program, tensor)
+    return tensor if found is None else found.without_extremes(tensor, "loss")
 
 
-def _where_known(program: RankProgram, tensor: tf.Tensor) -> RankProgram | None:
-    """Returns the program that knows what `tensor` is of other ranks' rows; None: none does, or there are none."""
+def _who_mends(program: RankProgram, tensor: tf.Tensor) -> EagerFacts | Repair | None:
+    """Returns what can make of `tensor` that of all rows; None: nothing, or there are no other ranks' rows."""
     rows, here = program.attachment(RankRows), program.here()
     is_alone = program.mesh.size("data") == 1 or rows.are_of_slices or rows.are_everywhere
     is_here = here is not None and tf.is_symbolic_tensor(tensor) is not program.is_eager and here.exists_here(tensor)
-    return here if is_here and not is_alone else None
+    return here.attachment(EagerFacts if here.is_eager else Repair) if is_here and not is_alone else None
 
 
 def of_layer(layer: Any, outputs: Any) -> Any:

@@ -7,12 +7,11 @@ import math
 import tensorflow as tf
 
 from tfdist.graphs import tape
-from tfdist.pipeline.stages.flops import trips
+from tfdist.pipeline.stages.flops import RULES, trips
 from tfdist.placements.graph_facts import LEAVES
 from tfdist.placements.kernels import may_overwrite, passes_its_buffer_on
 
 CROSSENTROPIES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
-_PRODUCTS = ("MatMul", "Einsum", "Conv", "CudnnRNN")
 
 
 def alias_of(operation: tf.Operation, number: int) -> int | None:
@@ -37,7 +36,7 @@ def taking_output(operation: tf.Operation) -> int | None:
 
 def is_product(operation: tf.Operation) -> bool:
     """Whether the operation multiplies matrices, or convolves."""
-    return any(word in operation.type for word in _PRODUCTS) or operation.type in tape.LOOPS
+    return operation.type.startswith((*RULES, *tape.LOOPS))
 
 
 def output_bytes(operation: tf.Operation) -> list[int | None]:

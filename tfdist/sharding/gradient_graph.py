@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist.graphs import tape
 from tfdist.graphs.walks import inputs_first
-from tfdist.placements import table
+from tfdist.placements import graph_facts, table
 
 
 def passed_on(tensor: tf.Tensor) -> tf.Tensor | None:
@@ -178,11 +178,7 @@ def scalar_of(tensor: tf.Tensor) -> Any:
 
 def is_zero(tensor: tf.Tensor) -> bool:
     """Whether `tensor` is of floats, and all its elements are known to be zero."""
-    if not tensor.dtype.is_floating:
-        return False
-    tensor = _origin(tensor)
-    value = tf.get_static_value(tensor.op.inputs[1] if tensor.op.type == "Fill" else tensor)
-    return tensor.op.type == "ZerosLike" or (value is not None and not np.any(value))
+    return tensor.dtype.is_floating and graph_facts.is_zero(_origin(tensor))
 
 
 class Sources(Derived):

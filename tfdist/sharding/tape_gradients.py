@@ -88,7 +88,7 @@ class TapeGradients:
             if self._program.outer is not None:
                 self._program.attachment(CarriedGradients).note(grad)
 
-    def know_made_by_hand(self, grads: Sequence[Any]) -> None:
+    def _know_made_by_hand(self, grads: Sequence[Any]) -> None:
         """Lets what `grads`, for an optimizer, are made of by hand be of the whole batch: of gradients of rows, in a step of
         Keras's trainer, by the chain rule."""
         is_of_trainer = self._program.attachment(GradientWeight).is_of_trainer and not self._numbers.is_own
@@ -203,8 +203,9 @@ class TapeGradients:
         return bool(found) or any(self._sources.of(read) for read in tensors)
 
     @contextlib.contextmanager
-    def own_use(self) -> Iterator[None]:
-        """A block that reads gradients as summands, whatever it does with them: an optimizer's."""
+    def own_use(self, grads: Sequence[Any] = ()) -> Iterator[None]:
+        """A block that reads gradients as summands, whatever it does with them: an optimizer's, which was given `grads`."""
+        self._know_made_by_hand(grads)
         self.settle()
         if self._program.is_eager:
             with self._program.attachment(EagerFacts).own_use():

@@ -41,8 +41,9 @@ def flops_of_operation(operation: tf.Operation) -> int:
     if operation.type in tape.LOOPS:
         times = trips(operation)
         return (UNKNOWN_SIZE if times is None else times) * _of_function(operation, operation.get_attr("body").name)
-    if operation.type in _RULES:
-        return _RULES[operation.type](operation)
+    for beginning, rule in RULES.items():
+        if operation.type.startswith(beginning):
+            return rule(operation)
     if only_moves(operation.type) or operation.type in (*LEAVES, "Const", "IdentityN"):
         return 0
     values = operation.node_def.attr.values()
@@ -113,12 +114,10 @@ def _sizes(shape: tf.TensorShape | Sequence[int | None]) -> list[int]:
     return [UNKNOWN_SIZE] if shape.rank is None else [UNKNOWN_SIZE if size is None else size for size in shape]
 
 
-_RULES: dict[str, Callable[[tf.Operation], int]] = {
-    **dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _matmul),
+# By how the type of the operation begins.
+RULES: dict[str, Callable[[tf.Operation], int]] = {
+    **dict.fromkeys(("BatchMatMul", "MatMul"), _matmul),
+    **dict.fromkeys(("Conv", "DepthwiseConv"), _convolution),
+    "CudnnRNN": _cudnn_rnn,
     "Einsum": _einsum,
-    **dict.fromkeys(("Conv", "Conv2D", "Conv3D", "DepthwiseConv2dNative"), _convolution),
-    **dict.fromkeys(("Conv2DBackpropInput", "Conv3DBackpropInputV2"), _convolution),
-    **dict.fromkeys(("Conv2DBackpropFilter", "Conv3DBackpropFilterV2"), _convolution),
-    **dict.fromkeys((f"DepthwiseConv2dNativeBackprop{what}" for what in ("Input", "Filter")), _convolution),
-    **dict.fromkeys(("CudnnRNN", "CudnnRNNV2", "CudnnRNNV3"), _cudnn_rnn),
 }
