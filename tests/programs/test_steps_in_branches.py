@@ -60,6 +60,39 @@ class AppliesWhatItChanges(Stepping):
         return {"loss": loss, "norm": norm}
 
 
+class MeetsNumbersFromOutside(Stepping):
+    """Multiplies gradients by the loss, over a count that a constant is added to, in a branch, and in a branch of that."""
+
+    def train_step(self, data):
+        loss, grads = self.gradients(data)
+        tokens = tf.reduce_sum(tf.cast(data[1] > 2, tf.float32)) + 1.0
+
+        def scaled():
+            self.optimizer.apply([g * 20.0 / tokens for g in grads], self.trainable_variables)
+
+        def by_the_loss():
+            self.optimizer.apply([g * loss for g in grads], self.trainable_variables)
+
+        tf.cond(self.is_turn(), scaled, lambda: tf.cond(tf.equal(self.steps.value % 3, 0), by_the_loss, lambda: None))
+        return {"loss": loss}
+
+
+class MeetsNumbersInside(Stepping):
+    """Adds gradients from outside, over a count, to gradients that are taken in the branch, by the loss there."""
+
+    def train_step(self, data):
+        loss, grads = self.gradients(data)
+        tokens = tf.reduce_sum(tf.cast(data[1] > 2, tf.float32))
+
+        def apply():
+            again, others = self.gradients(data)
+            found = [20.0 * g / tokens * loss + h * again for g, h in zip(grads, others, strict=True)]
+            self.optimizer.apply(found, self.trainable_variables)
+
+        tf.cond(self.is_turn(), apply, lambda: None)
+        return {"loss": loss}
+
+
 class TrainsInABranch(Stepping):
     """Takes gradients in the branch, twice (SAM), and clips them."""
 
@@ -131,7 +164,16 @@ class OneOfSeveral(Stepping):
         return {"loss": loss}
 
 
-MODELS = (AppliesInABranch, AppliesWhatItChanges, TrainsInABranch, Accumulates, SkipsWhatIsNotFinite, OneOfSeveral)
+MODELS = (
+    AppliesInABranch,
+    AppliesWhatItChanges,
+    MeetsNumbersFromOutside,
+    MeetsNumbersInside,
+    TrainsInABranch,
+    Accumulates,
+    SkipsWhatIsNotFinite,
+    OneOfSeveral,
+)
 OPTIMIZERS = {
     "adam": lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.05),
     "lamb": lambda: keras.optimizers.Lamb(0.01),

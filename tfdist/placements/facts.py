@@ -35,7 +35,6 @@ class Facts(GraphFacts):
         self._rows: RankRows = program.attachment(RankRows)
         given = given_placements(program) if program.outer is None else []
         self._declared: dict[str, Placement] = {x.name: placement for x, placement in given if tf.is_symbolic_tensor(x)}
-        self._captured: dict[str, tf.Tensor] = {}
         self._reconnected, self._num_reconnected = tape.reconnected(program.graph), 0
         self._of_rows: set[str] = set()  # handles of variables of the rank's own rows
         self._agreed: dict[str, bool] = {}
@@ -153,7 +152,7 @@ class Facts(GraphFacts):
             source = self._source(x)
             before = [source] if isinstance(source, tf.Tensor) else [] if source is not None else list(x.op.inputs)
             unknown = [y for y in before if isinstance(self.of(y), Unknown)]
-            is_made = source is None or self.outer_of(x) is not None
+            is_made = source is None or self.outside_of(x) is not None
             if is_made and self.of(x) not in map(self.of, unknown):  # beside inputs that its rule ignores, too
                 found[x.op.name] = x.op
             waiting.extend(y for y in unknown if y.name not in seen)
@@ -169,17 +168,17 @@ class Facts(GraphFacts):
             return Shard()
         if (found := self._of_collective(tensor)) is not None:
             return found
-        outer = self.outer_of(tensor)
-        return None if outer is None else self._program.outer.attachment(Facts).of(outer)
+        outside = self.outside_of(tensor)
+        return None if outside is None else outside[0].attachment(Facts).of(outside[1])
 
-    def outer_of(self, tensor: tf.Tensor) -> tf.Tensor | None:
-        """Returns what `tensor` is outside of the branch, which has captured it; None: it has not."""
+    def outside_of(self, tensor: tf.Tensor) -> tuple[RankProgram, tf.Tensor] | None:
+        """Returns what a branch has captured as `tensor`, and the program that made it; None: it has not."""
         if tensor.op.type != "Placeholder" or self._program.outer is None:
             return None
-        if tensor.name not in self._captured:
-            self._captured = {inner.name: outer for outer, inner in self._program.graph.captures}
-        outer = self._captured.get(tensor.name)
-        return outer if outer is not None and tf.is_symbolic_tensor(outer) and outer.dtype != tf.resource else None
+        outer = next((outer for outer, inner in self._program.graph.captures if inner.name == tensor.name), None)
+        is_tensor = outer is not None and tf.is_symbolic_tensor(outer) and outer.dtype != tf.resource
+        made_by = self._program.outer.that_made(outer) if is_tensor else None
+        return None if made_by is None else (made_by, outer)
 
 
 def axes_of_static_rows(x: Any) -> tuple[int, ...]:

@@ -76,14 +76,13 @@ class Redistribution:
 
     def _agreed_outside(self, tensors: Tensors, label: str) -> list[tf.Tensor]:
         """Lets the ranks agree on what a branch has captured before they enter it; returns the others."""
-        captured = [(x, outer) for x in tensors if (outer := self._facts.outer_of(x)) is not None]
-        if captured:
-            outside: Redistribution = self._program.outer.attachment(Redistribution)
-            outside.agree([outer for _, outer in captured], label)
-            for x, outer in captured:
-                with self._program.outermost(), tape.stop_recording():
-                    self._found[x.name] = tf.identity(outside.found(outer))
-                self._facts.declare_agreed(self._found[x.name])
+        captured = {x.name: outside for x in tensors if (outside := self._facts.outside_of(x)) is not None}
+        for program in dict.fromkeys(program for program, _ in captured.values()):
+            program.attachment(Redistribution).agree([outer for one, outer in captured.values() if one is program], label)
+        for name, (program, outer) in captured.items():
+            with self._program.outermost(), tape.stop_recording():
+                self._found[name] = tf.identity(program.attachment(Redistribution).found(outer))
+            self._facts.declare_agreed(self._found[name])
         return [x for x in tensors if x.name not in self._found]
 
     def make(self, build: Callable[..., tf.Tensor], *tensors: tf.Tensor) -> tf.Tensor:

@@ -91,8 +91,8 @@ class Repair:
     def _know_outside(self, tensor: tf.Tensor, label: str) -> None:
         """Mends what a branch has captured, and what makes `tensor` unknown in it, where that was made."""
         for op in self._facts.reasons_of(tensor):
-            if (outer := self._facts.outer_of(op.outputs[0])) is not None:
-                repair: Repair = self._program.outer.attachment(Repair)
+            if (outside := self._facts.outside_of(op.outputs[0])) is not None:
+                repair, outer = outside[0].attachment(Repair), outside[1]
                 repair.known(outer, label)
                 self._facts.forget(op.outputs)
                 if (now := repair.now(outer)) is not outer:

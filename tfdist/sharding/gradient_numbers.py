@@ -79,10 +79,10 @@ class GradientNumbers:
         if self.is_own or mesh.size("data") == 1 or mesh.splits_layers:
             return
         if outer is not None:
-            numbers = outer.attachment(GradientNumbers)
-            numbers._follow()
+            outer.attachment(GradientNumbers)._follow()
             for outside, inside in self._program.graph.captures:
-                if tf.is_symbolic_tensor(outside) and outside.graph is outer.graph and outside.name in numbers._computed:
+                made_by = outer.that_made(outside) if tf.is_symbolic_tensor(outside) else None
+                if made_by is not None and outside.name in made_by.attachment(GradientNumbers)._computed:
                     self._computed.add(inside.name)
         if not self._computed:
             return
