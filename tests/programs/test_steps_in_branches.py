@@ -93,6 +93,60 @@ class MeetsNumbersInside(Stepping):
         return {"loss": loss}
 
 
+class Stateful(Stepping):
+    """Has a variable that is not trainable, by which gradients are multiplied."""
+
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.state = self.add_weight(name="state", shape=(), initializer="ones", trainable=False)
+
+    def train_step(self, data):
+        loss, grads = self.gradients(data)
+        tf.cond(*self.branches(loss, grads))
+        self.optimizer.apply([g * self.state for g in grads], self.trainable_variables)
+        return {"loss": loss}
+
+
+class AssignsByTheLoss(Stateful):
+    """Assigns in a branch that the loss selects, the loss itself, and what is read in the same step."""
+
+    def branches(self, loss, grads):
+        def assign():
+            self.state.assign(loss)
+
+        return loss < 3.0 * self.state, assign, lambda: None
+
+
+class AssignsFunctions(Stateful):
+    """Assigns functions of the batch, and of gradients, in branches of branches."""
+
+    def branches(self, loss, grads):
+        def root():
+            self.state.assign(0.9 * self.state + 0.1 * tf.sqrt(loss))
+
+        def norm():
+            self.state.assign(0.9 * self.state + 0.1 * tf.linalg.global_norm(grads))
+
+        return self.is_turn(), root, lambda: tf.cond(tf.equal(self.steps.value % 3, 0), norm, lambda: None)
+
+
+class StepsByTheBatch(Stepping):
+    """Steps where a number of the batch says so, and chooses by another."""
+
+    def train_step(self, data):
+        loss, grads = self.gradients(data)
+
+        def scaled():
+            self.optimizer.apply([g * loss for g in grads], self.trainable_variables)
+
+        def plain():
+            self.optimizer.apply(grads, self.trainable_variables)
+
+        choice = tf.cast(20.0 * tf.reduce_mean(data[0]), tf.int32) % 2
+        tf.cond(loss < 2.36, lambda: tf.switch_case(choice, [scaled, plain]), lambda: None)
+        return {"loss": loss}
+
+
 class TrainsInABranch(Stepping):
     """Takes gradients in the branch, twice (SAM), and clips them."""
 
@@ -169,6 +223,9 @@ MODELS = (
     AppliesWhatItChanges,
     MeetsNumbersFromOutside,
     MeetsNumbersInside,
+    AssignsByTheLoss,
+    AssignsFunctions,
+    StepsByTheBatch,
     TrainsInABranch,
     Accumulates,
     SkipsWhatIsNotFinite,
@@ -279,7 +336,7 @@ def test_a_loop(zero_stage):
 
 
 def applied(strategy, condition):
-    """Applies an optimizer, once, where `condition` of a rank's batch is true."""
+    """Applies an optimizer, once, where `condition` of a rank's batch is true; a captured batch, which is no argument."""
     with strategy.scope():
         weight = tf.Variable(tf.ones(5))
         optimizer = keras.optimizers.SGD(0.1)
@@ -287,17 +344,36 @@ def applied(strategy, condition):
 
     def on_rank(x):
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(weight * x)
+            loss = tf.reduce_sum(weight) * tf.reduce_sum(x)
         tf.cond(condition(x), lambda: optimizer.apply(tape.gradient(loss, [weight]), [weight]), lambda: None)
 
     batch = next(iter(strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensors(tf.range(1.0, 3.0)))))
     tf.function(lambda: strategy.run(on_rank, args=(batch,)))()
+    return weight.numpy()
+
+
+def by_a_sum(strategy):
+    return applied(strategy, lambda x: tf.reduce_sum(x) > 1.5)
+
+
+def by_rows(strategy):
+    return applied(strategy, lambda x: tf.reduce_any(x > 1.5))
+
+
+@pytest.mark.parametrize("program", (by_a_sum, by_rows))
+@pytest.mark.parametrize("zero_stage", (0, exhaustive(1), exhaustive(2), 3))
+def test_a_number_of_the_batch_is_a_condition(program, zero_stage):
+    """Of one row on each rank, of which the first would not step by its own."""
+    assert_as_on_one_device(program, zero_stage)
 
 
 @pytest.mark.parametrize("zero_stage", (0, exhaustive(1), exhaustive(2), 3))
 def test_ranks_that_disagree_are_told(zero_stage):
+    def is_first(x):
+        return tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
+
     with pytest.raises(tf.errors.InvalidArgumentError, match="take different branches of a `tf.cond`.*reduced first"):
-        applied(strategy_for(2, zero_stage), lambda x: tf.reduce_sum(x) > 1.5)
+        applied(strategy_for(2, zero_stage), is_first)
 
 
 def test_a_number_of_all_ranks_is_a_condition():

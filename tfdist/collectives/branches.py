@@ -55,19 +55,19 @@ class Selection:
     def __init__(self, root: RankProgram, selector: tf.Tensor):
         self._root = root
         self._graph = tf.compat.v1.get_default_graph()
-        self._selector = self._agreed = selector
+        self.selector = self._agreed = selector
         self._compared: set[Ranks] = set()
         self._branches: list[tf.Graph] = []
         self.programs: dict[tf.Graph, RankProgram] = {}  # of the branches that have one
 
     def build(self, functions: Sequence[Callable[[], Any]], build: Build) -> Any:
         began = len(self._graph.get_operations())
-        result = build(self._selector, [self._traced(function) for function in functions[:-1]] + [self._last(functions[-1])])
-        if self._agreed is not self._selector:
+        result = build(self.selector, [self._traced(function) for function in functions[:-1]] + [self._last(functions[-1])])
+        if self._agreed is not self.selector:
             operation = next(
                 op
                 for op in reversed(self._graph.get_operations()[began:])
-                if op.type in tape.BRANCHES and op.inputs[0].name == self._selector.name
+                if op.type in tape.BRANCHES and op.inputs[0].name == self.selector.name
             )
             operation._update_input(0, self._agreed)
             self._root.plan.attachment(SharedResources).check(operation, self._root)
@@ -105,6 +105,7 @@ class Selection:
                 outer = self._root.here()
             if outer is None:
                 return None
+            self._agreed = outer.know(outer, self._agreed)
             self.programs[branch] = outer.of_branch(branch)
         return self.programs[branch]
 
@@ -114,7 +115,7 @@ class Selection:
             return
         self._compared.add(ranks)
         with self._graph.as_default(), tf.device(self._root.device):
-            number = tf.cast(self._selector, tf.int32)
+            number = tf.cast(self._agreed, tf.int32)
             extremes = group_ops.all_reduce(self._root.innermost(), tf.stack([number, -number]), ranks, "min", "branch")
             message = errors.message(
                 "The ranks take different branches of a `tf.cond` that holds a collective, such as those of `optimizer.apply`, "

@@ -1,9 +1,8 @@
 """Variables that a step assigns, each rank from its own examples: they stay equal on all ranks, and are those of one device.
 
 In a traced step what is assigned is computed of the global batch (see `placements.repair`): sums, means, maxima, queues of rows.
-Where that cannot be told, in branches, eager steps, and of `BatchNormalization`, whose moving statistics nobody reads in the
-step, a floating variable that is not trainable is replaced on all ranks, at the end of the step, by the ranks' mean, weighted by
-how much each rank has seen:
+Where that cannot be told, in loops, eager steps, and of `BatchNormalization`, whose moving statistics nobody reads in the step,
+a floating variable that is not trainable becomes on all ranks, when the step ends, their mean, weighted by what each has seen:
 
     v = sum_r w_r v_r / sum_r w_r      w_r: elements that the rank's statistics are of (BatchNormalization), else its rows
 
@@ -33,6 +32,7 @@ from tfdist.placements.kinds import Partial, Placement, Replicate, Unknown
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
 from tfdist.sharding import UnshardSchedule, gradient_graph, keras_scope
+from tfdist.sharding.gradient_numbers import GradientNumbers
 from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.gradient_weight import GradientWeight
 from tfdist.sharding.packing import apart, side_by_side
@@ -66,11 +66,12 @@ class Statistics:
 
     def value_of_batch(self, variable: keras.Variable, value: Any) -> Any:
         """Returns what this rank assigns to `variable`, for which it has computed `value`."""
-        program, key = self._program, id(variable._value)
-        if key in self._weights or not (tf.is_symbolic_tensor(value) and program.exists_here(value)):
+        program, key = self._program.here(), id(variable._value)
+        is_here = program is not None and program.graph is tf.compat.v1.get_default_graph()
+        if key in self._weights or not (is_here and tf.is_symbolic_tensor(value)) or is_given_everywhere():
             return value
-        if program.graph is not tf.compat.v1.get_default_graph() or is_given_everywhere():
-            return value
+        if not program.exists_here(value):  # in a branch
+            value = program.graph.capture(value)
         if _is_of_gradients(value, program) and not self._is_of_rows_and_sums(value):
             self._agreed.add(key)  # the sum of the ranks', or this rank's part of it
             return value
@@ -165,7 +166,8 @@ def _is_of_gradients(value: tf.Tensor, program: RankProgram) -> bool:
     """Whether `value` is computed of gradients of parameters."""
     gradients = program.attachment(TapeGradients)
     of_wholes = gradient_graph.Sources(lambda x: x.graph is program.graph and gradients.is_gradient(x)).of(value)
-    return bool(of_wholes or program.attachment(GradientStubs).below(value))
+    is_of_outside = program.outer is not None and program.attachment(GradientNumbers).is_of_gradients(value)
+    return is_of_outside or bool(of_wholes or program.attachment(GradientStubs).below(value))
 
 
 def _warn(variable: keras.Variable, placement: Placement) -> None:

@@ -136,11 +136,13 @@ class Action:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reduce(Action):
-    """Sums `members` over the data axis in one message; with `bucket` None they are whole gradients of sharded parameters."""
-
+class _Message(Action):
     bucket: int | None
     members: tuple[int, ...]
+
+
+class Reduce(_Message):
+    """Sums `members` over the data axis in one message; with `bucket` None they are whole gradients of sharded parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,20 +181,12 @@ class Update(Action):
         return tuple(place for vector in self.vectors for place in vector.members)
 
 
-@dataclasses.dataclass(frozen=True)
-class Gather(Action):
+class Gather(_Message):
     """Gathers the updated shards of whole parameters, in one message, and stores the parameters."""
 
-    bucket: int
-    members: tuple[int, ...]
 
-
-@dataclasses.dataclass(frozen=True)
-class Complete(Action):
+class Complete(_Message):
     """Gathers the whole gradients and parameters that owners step on."""
-
-    bucket: int
-    members: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
