@@ -76,14 +76,16 @@ class PlanAgreement:
         alike = [ranks if json.dumps(ranks) in groups else ["own", *(rank - first for rank in ranks)] for ranks in names]
         mine = _digest([digest, alike, numbers])
         # Before the digest: who reads a digest finds the text.
-        self.coordination.put(f"plan/{place}/{here}", _packed([groups, notes, names, numbers]))
+        packed = base64.b64encode(zlib.compress(json.dumps([groups, notes, names, numbers]).encode())).decode()
+        self.coordination.put(f"plan/{place}/{here}", packed)
         digests = self.coordination.meet("a training, test or predict step", mine, self.timeout_seconds)
         others: dict[int, list[Ranks]] = {}
         for theirs in dict.fromkeys(digests):
             if theirs != mine:
                 index = digests.index(theirs)
                 text = self.coordination.get(f"plan/{place}/{index}", self.timeout_seconds)
-                their_groups, their_notes, their_names, their_numbers = _unpacked(text)
+                unpacked = json.loads(zlib.decompress(base64.b64decode(text)))
+                their_groups, their_notes, their_names, their_numbers = unpacked
                 self._compare([groups, notes], [their_groups, their_notes], index)
                 their_names = [tuple(ranks) for ranks in their_names]
                 for rank, chain in enumerate(their_numbers, index * self.ranks_per_worker):
@@ -151,11 +153,3 @@ def _numbered(chains: Sequence[Sequence[Ranks]]) -> tuple[list[Ranks], list[list
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
-def _packed(value: Any) -> str:
-    return base64.b64encode(zlib.compress(json.dumps(value).encode())).decode()
-
-
-def _unpacked(text: str) -> Any:
-    return json.loads(zlib.decompress(base64.b64decode(text)))

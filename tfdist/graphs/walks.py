@@ -12,15 +12,11 @@ import tensorflow as tf
 _LIBRARIES = ("/tensorflow/python/", "/keras/src/", f"{pathlib.Path(__file__).parents[1]}/", "<frozen", "<string>")
 
 
-def _name(tensor: tf.Tensor) -> Any:
-    return tensor.name
-
-
 def inputs_first(
     tensor: tf.Tensor,
     inputs_of: Callable[[tf.Tensor], Sequence[tf.Tensor]],
     known: Container[Any],
-    key: Callable[[tf.Tensor], Any] = _name,
+    key: Callable[[tf.Tensor], Any] = lambda tensor: tensor.name,
 ) -> Iterator[tf.Tensor]:
     """Yields `tensor` and what it is computed of, each behind its inputs, without recursion: graphs are deep.
 

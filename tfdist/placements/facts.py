@@ -191,11 +191,13 @@ def axes_of_static_rows(x: Any) -> tuple[int, ...]:
     if program is None or program.is_eager or not (tf.is_symbolic_tensor(x) and x.shape.rank and program.exists_here(x)):
         return ()
     facts = program.attachment(Facts)
-    if not (rows := facts.local_static_rows - {0}):
+    rows = facts.local_static_rows - {0}
+    if not rows or program.attachment(RankRows).are_of_slices:  # of a microbatch, which nobody makes that of all
         return ()
     placement = facts.of(x)
     if isinstance(placement, Unknown):
-        return tuple(axis for axis, size in enumerate(x.shape) if size is not None and any(size % n == 0 for n in rows))
+        sizes = [(axis, size) for axis, size in enumerate(x.shape) if size is not None]
+        return tuple(axis for axis, size in sizes if size in rows or any(n > 1 and size % n == 0 for n in rows))
     return (placement.axis,) if isinstance(placement, Shard) else ()
 
 

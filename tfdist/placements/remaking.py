@@ -63,7 +63,8 @@ class Remaking:
         rows = self._facts.local_static_rows - {0}
         for op in self._between(operations, target):
             is_known = records.has_gradient(op) and op.type != "IdentityN" and not tape.is_backward(op)
-            if not is_known or not tape.can_be_made_again(op) or _has_attribute_of_size(op):
+            has_size = any(attribute.name in ("num", "num_split") for attribute in op.op_def.attr)
+            if not is_known or not tape.can_be_made_again(op) or has_size:
                 return False
             counts_axes = bool(op.inputs) and is_shape(op.inputs[0].op.type)
             sizes = [] if counts_axes else sizes_read(op)
@@ -140,7 +141,3 @@ def _constants_in(sizes: tf.Tensor) -> list[int]:
                 read = [y for y in read if y.op.type != "Const"]
             waiting.extend(y for y in read if y.dtype.is_integer and y.name not in {z.name for z in waiting})
     return found
-
-
-def _has_attribute_of_size(op: tf.Operation) -> bool:
-    return any(attribute.name in ("num", "num_split") for attribute in op.op_def.attr)

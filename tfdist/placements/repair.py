@@ -209,12 +209,12 @@ class Repair:
         What a tape has given them counts as rows, where it has as many.
         """
         made = [op for op in self._program.graph.get_operations()[start:] if not tape.is_backward(op)]
-        facts = MadeGoingBack(made, self._facts)
-        for op in made:
-            for found in map(facts.of, op.outputs):
-                if isinstance(found, Unknown) and found.why is not Why.NO_RULE and walks.is_of_users(op):
-                    return found
-        return None
+        facts, names = MadeGoingBack(made, self._facts), {op.name for op in made}
+        unknown = [(x, found) for op in made for x in op.outputs if isinstance(found := facts.of(x), Unknown)]
+        if all(x.consumers() and names.issuperset(reader.name for reader in x.consumers()) for x, _ in unknown):
+            return None  # of what goes on back nothing is unknown
+        of_users = (found for x, found in unknown if found.why is not Why.NO_RULE and walks.is_of_users(x.op))
+        return next(of_users, None)
 
     @contextlib.contextmanager
     def not_seen(self) -> Iterator[None]:
