@@ -66,9 +66,11 @@ class Statistics:
 
     def value_of_batch(self, variable: keras.Variable, value: Any) -> Any:
         """Returns what this rank assigns to `variable`, for which it has computed `value`."""
-        program, key = self._program.here(), id(variable._value)
-        is_here = program is not None and program.graph is tf.compat.v1.get_default_graph()
-        if key in self._weights or not (is_here and tf.is_symbolic_tensor(value)) or is_given_everywhere():
+        key = id(variable._value)
+        if key in self._weights or not tf.is_symbolic_tensor(value) or is_given_everywhere():
+            return value
+        program = self._program.here()
+        if program is None or program.graph is not tf.compat.v1.get_default_graph():
             return value
         if not program.exists_here(value):  # in a branch
             value = program.graph.capture(value)

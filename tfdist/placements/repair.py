@@ -346,7 +346,8 @@ def begin(program: RankProgram, most_bytes: int) -> None:
     """Lets what is traced in `program` be looked at, from here on; at most `most_bytes` of rows are gathered."""
     if not program.is_eager and program.mesh.size("data") > 1:
         program.attachment(RepairPlan).most_bytes = most_bytes
-        program.know = lambda here, x: x if (whole := here.attachment(Repair).whole(x, "branch")) is None else whole
+        if not program.mesh.splits_layers:
+            program.know = lambda here, x: x if (whole := here.attachment(Repair).whole(x, "branch")) is None else whole
         program.at_close.append(lambda _: program.attachment(Repair).look())
 
 
