@@ -3,6 +3,7 @@
 import functools
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from grids import exhaustive
@@ -333,6 +334,50 @@ def adversaries(strategy):
 @pytest.mark.parametrize("zero_stage", range(4))
 def test_a_loop(zero_stage):
     assert_as_on_one_device(adversaries, zero_stage)
+
+
+def numbers_in_a_loop(strategy):
+    """What a branch of a loop of one's own has captured: a count that a constant is added to, the loss, and what is assigned."""
+    with strategy.scope():
+        model = small()
+        model.build((None, 15))
+        optimizer = keras.optimizers.Adam(0.01)
+        optimizer.build(model.trainable_variables)
+        count, scale = keras.Variable(0, dtype="int32", trainable=False), keras.Variable(1.0, trainable=False)
+    weights = model.trainable_variables
+
+    def on_rank(x, y, size):
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
+            loss = tf.reduce_sum(losses) / size
+        grads = tape.gradient(loss, weights)
+        tokens = tf.reduce_sum(tf.cast(y > 2, tf.float32)) + 1.0
+        count.assign_add(1)
+
+        def scaled():
+            optimizer.apply([g * 20.0 / tokens for g in grads], weights)
+
+        def by_the_loss():
+            scale.assign(0.5 * scale + tf.sqrt(loss))
+            optimizer.apply([g * loss * scale for g in grads], weights)
+
+        tf.cond(tf.equal(count % 2, 0), scaled, lambda: tf.cond(loss < 2.5, by_the_loss, lambda: None))
+        return loss
+
+    @tf.function
+    def step(x, y, size):
+        return strategy.reduce("SUM", strategy.run(on_rank, args=(x, y, size)), axis=None)
+
+    x, y = vectors(ROWS)
+    batches = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH))
+    sizes = [float(min(BATCH, ROWS - begin)) for begin in range(0, ROWS, BATCH)]
+    losses = [float(step(*batch, tf.constant(size))) for batch, size in zip(batches, sizes, strict=True)]
+    return losses, model.get_weights(), [np.asarray(v) for v in optimizer.variables], float(scale)
+
+
+@pytest.mark.parametrize("zero_stage", (0, exhaustive(1), exhaustive(2), 3))
+def test_numbers_in_a_loop(zero_stage):
+    assert_as_on_one_device(numbers_in_a_loop, zero_stage)
 
 
 def applied(strategy, condition):

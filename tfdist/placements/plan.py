@@ -42,6 +42,7 @@ class RepairPlan:
 
     Attributes:
         most_bytes: of rows that are gathered, on a rank; 0: none are.
+        bears_shares: whether what reads the tensor may read a rank's share, in a loop of one's own.
     """
 
     IS_OF_BRANCH = True
@@ -51,6 +52,7 @@ class RepairPlan:
         self._facts: Facts = program.attachment(Facts)
         self._rows: RankRows = program.attachment(RankRows)
         self._remaking: Remaking = program.attachment(Remaking)
+        self.bears_shares = True
         self.most_bytes = 0 if program.outer is None else program.outer.attachment(RepairPlan).most_bytes
 
     def of(self, tensor: tf.Tensor, may_gather: bool) -> tuple[list[list[Want]], list[str]]:
@@ -119,7 +121,7 @@ class RepairPlan:
             return [Want(op, OUTPUT, op.outputs[0], Shard())]
         if why is Why.SOME_ROWS:
             return [Want(op, OUTPUT, op.outputs[0], Partial(How.MEAN))] if op.type == "Mean" else []
-        is_share = not self._rows.are_means and not any(map(self._facts.is_of_agreed, op.inputs))
+        is_share = self.bears_shares and not self._rows.are_means and not any(map(self._facts.is_of_agreed, op.inputs))
         if why is Why.MIXED and is_share and goes_on_linearly(op, self._facts):
             return [Want(op, OUTPUT, op.outputs[0], Partial(How.SUM))]
         numbers = [place for place, one in enumerate(inputs) if isinstance(one, Partial) and not is_size(op, place)]

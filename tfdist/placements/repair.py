@@ -91,13 +91,14 @@ class Repair:
     def _know_outside(self, tensor: tf.Tensor, label: str) -> None:
         """Mends what a branch has captured, and what makes `tensor` unknown in it, where that was made."""
         for op in self._facts.reasons_of(tensor):
-            if (outside := self._facts.outside_of(op.outputs[0])) is not None:
-                repair, outer = outside[0].attachment(Repair), outside[1]
+            if (outside := self._facts.outside_of(op.outputs[0])) is None:
+                continue
+            repair, outer = outside[0].attachment(Repair), outside[1]
+            with temporary.attributes(repair._plan, bears_shares=False), self._program.outermost():
                 repair.known(outer, label)
                 self._facts.forget(op.outputs)
                 if (now := repair.now(outer)) is not outer:
-                    with self._program.outermost():
-                        self._remaking.replace(op.outputs[0], tf.identity(now))
+                    self._remaking.replace(op.outputs[0], tf.identity(now))
 
     def now(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns what stands in the place of `tensor`, of own rows, since it was mended: of all rows, which are more."""

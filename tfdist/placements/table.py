@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-import tensorflow as tf
-
 from tfdist.placements.call import Call, NotKnown, Rule
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Unknown, Why
 from tfdist.placements.rules import batches, drawing, gathers, joins, meeting, pointwise, products, reductions, slices, views
@@ -352,7 +350,7 @@ def placements_of(call: Call) -> list[Placement]:
     """Returns the placement of each output of `call`, whose inputs may be `Unknown` here."""
     row, found = RULES.get(call.type), list(call.inputs)
     number = len(call.results)
-    if call.type == "Equal" and call.read[0] is call.read[1] and call.dtypes[0] == tf.bool and call.shapes[0].rank == 0:
+    if call.type == "Equal" and call.read[0] is call.read[1] and call.dtypes[0].is_bool and call.shapes[0].rank == 0:
         return [Replicate()]  # what `tf.recompute_grad` adds to rows, for an order of operations
     looked_at = [place for place in range(len(found)) if row is None or place not in row.ignores]
     for place in looked_at:

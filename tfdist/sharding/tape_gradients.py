@@ -175,7 +175,8 @@ class TapeGradients:
             return self._image(grad) if all(summand.whole is not None for summand in below) else None
         outer = self._program.outer
         is_whole = self._let_branch_read([grad]) if made_by is None else bool(self._sources.of(grad))
-        is_whole = is_whole or outer is not None and outer.attachment(TapeGradients)._let_branch_read([grad])
+        while outer is not None and not is_whole:
+            is_whole, outer = outer.attachment(TapeGradients)._let_branch_read([grad]), outer.outer
         return grad if is_whole and not isinstance(self.placement_of(grad), Partial) else None
 
     def _read_as_summand(self, tensor: tf.Tensor) -> tf.Tensor | None:
