@@ -55,19 +55,19 @@ class Selection:
     def __init__(self, root: RankProgram, selector: tf.Tensor):
         self._root = root
         self._graph = tf.compat.v1.get_default_graph()
-        self.selector = self._agreed = selector
+        self._selector = self._agreed = selector
         self._compared: set[Ranks] = set()
         self._branches: list[tf.Graph] = []
         self.programs: dict[tf.Graph, RankProgram] = {}  # of the branches that have one
 
     def build(self, functions: Sequence[Callable[[], Any]], build: Build) -> Any:
         began = len(self._graph.get_operations())
-        result = build(self.selector, [self._traced(function) for function in functions[:-1]] + [self._last(functions[-1])])
-        if self._agreed is not self.selector:
+        result = build(self._selector, [self._traced(function) for function in functions[:-1]] + [self._last(functions[-1])])
+        if self._agreed is not self._selector:
             operation = next(
                 op
                 for op in reversed(self._graph.get_operations()[began:])
-                if op.type in tape.BRANCHES and op.inputs[0].name == self.selector.name
+                if op.type in tape.BRANCHES and op.inputs[0].name == self._selector.name
             )
             operation._update_input(0, self._agreed)
             self._root.plan.attachment(SharedResources).check(operation, self._root)
