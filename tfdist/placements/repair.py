@@ -90,7 +90,7 @@ class Repair:
 
     def _know_outside(self, tensor: tf.Tensor, label: str) -> None:
         """Mends what a branch has captured, and what makes `tensor` unknown in it, where that was made."""
-        for op in self._facts.reasons_of(tensor):
+        for op in self._facts.reasons_of(tensor) if self._program.outer is not None else ():
             if (outside := self._facts.outside_of(op.outputs[0])) is None:
                 continue
             repair, outer = outside[0].attachment(Repair), outside[1]
