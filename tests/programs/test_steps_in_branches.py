@@ -412,13 +412,20 @@ def test_a_number_of_the_batch_is_a_condition(program, zero_stage):
     assert_as_on_one_device(program, zero_stage)
 
 
-@pytest.mark.parametrize("zero_stage", (0, exhaustive(1), exhaustive(2), 3))
-def test_ranks_that_disagree_are_told(zero_stage):
-    def is_first(x):
-        return tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
+def by_rank(x):
+    del x
+    return tf.equal(tf.distribute.get_replica_context().replica_id_in_sync_group, 0)
 
+
+def by_python(x):
+    return tf.ensure_shape(tf.numpy_function(lambda rows: rows.sum() > 1.5, [x], tf.bool), [])
+
+
+@pytest.mark.parametrize("condition", (by_rank, by_python))
+@pytest.mark.parametrize("zero_stage", (0, exhaustive(1), exhaustive(2), 3))
+def test_ranks_that_disagree_are_told(condition, zero_stage):
     with pytest.raises(tf.errors.InvalidArgumentError, match="take different branches of a `tf.cond`.*reduced first"):
-        applied(strategy_for(2, zero_stage), is_first)
+        applied(strategy_for(2, zero_stage), condition)
 
 
 def test_a_number_of_all_ranks_is_a_condition():

@@ -84,8 +84,7 @@ class PlanAgreement:
             if theirs != mine:
                 index = digests.index(theirs)
                 text = self.coordination.get(f"plan/{place}/{index}", self.timeout_seconds)
-                unpacked = json.loads(zlib.decompress(base64.b64decode(text)))
-                their_groups, their_notes, their_names, their_numbers = unpacked
+                their_groups, their_notes, their_names, their_numbers = json.loads(zlib.decompress(base64.b64decode(text)))
                 self._compare([groups, notes], [their_groups, their_notes], index)
                 their_names = [tuple(ranks) for ranks in their_names]
                 for rank, chain in enumerate(their_numbers, index * self.ranks_per_worker):

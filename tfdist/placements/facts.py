@@ -34,11 +34,9 @@ class Facts(GraphFacts):
         self._program = program
         self._rows: RankRows = program.attachment(RankRows)
         given = given_placements(program) if program.outer is None else []
-        self._declared: dict[str, Placement] = {
-            program.graph.capture(x).name: placement  # a tensor of the graph is returned as it is
-            for x, placement in given
-            if tf.is_symbolic_tensor(x) or placement != Replicate()
-        }
+        given = [(x, placement) for x, placement in given if tf.is_symbolic_tensor(x) or placement != Replicate()]
+        # A tensor of the graph is captured as it is.
+        self._declared: dict[str, Placement] = {program.graph.capture(x).name: placement for x, placement in given}
         self._reconnected, self._num_reconnected = tape.reconnected(program.graph), 0
         self._of_rows: set[str] = set()  # handles of variables of the rank's own rows
         self._agreed: dict[str, bool] = {}

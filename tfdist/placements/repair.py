@@ -214,8 +214,7 @@ class Repair:
         unknown = [(x, found) for op in made for x in op.outputs if isinstance(found := facts.of(x), Unknown)]
         if all(x.consumers() and names.issuperset(reader.name for reader in x.consumers()) for x, _ in unknown):
             return None  # of what goes on back nothing is unknown
-        of_users = (found for x, found in unknown if found.why is not Why.NO_RULE and walks.is_of_users(x.op))
-        return next(of_users, None)
+        return next((found for x, found in unknown if found.why is not Why.NO_RULE and walks.is_of_users(x.op)), None)
 
     @contextlib.contextmanager
     def not_seen(self) -> Iterator[None]:
