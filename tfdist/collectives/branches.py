@@ -41,7 +41,7 @@ def trace_branches(selector: Any, functions: Sequence[Callable[[], Any]], build:
     program = rank_program()
     if program is None or program.is_eager or isinstance(selector, bool | int) or not program.may_branch_here(selector):
         return build(selector, list(functions))
-    selector = tf.convert_to_tensor(selector)
+    selector = tf.compat.v1.get_default_graph().capture(tf.convert_to_tensor(selector))  # which may be of further out
     return Selection(program.root, selector if selector.shape.rank == 0 else tf.reshape(selector, [])).build(functions, build)
 
 
