@@ -99,6 +99,11 @@ class Selection:
 
         return traced
 
+    @property
+    def has_sent(self) -> bool:
+        """Whether collectives stand in a branch: what selects is compared for each."""
+        return bool(self._compared)
+
     def program_of(self, branch: tf.Graph) -> RankProgram | None:
         """Returns the program of a branch, made on first use; None in a place where no program may stand."""
         if branch not in self.programs:

@@ -262,13 +262,14 @@ class RankProgram:
         return None if selection is None else selection.program_of(graph)
 
     def of_traced(self, branch: tf.Graph) -> RankProgram | None:
-        """Returns the program of a branch; None: it has sent nothing."""
+        """Returns the program of a branch; None: it has needed none."""
         selection = self.root.selections.get(branch)
         return None if selection is None else selection.programs.get(branch)
 
     def has_sent_in(self, operation: tf.Operation) -> bool:
         """Whether `operation` is a `tf.cond`, or a `tf.switch_case`, in a branch of which collectives stand."""
-        return operation.type in tape.BRANCHES and any(map(self.of_traced, tape.traced_branches(operation)))
+        branches = tape.traced_branches(operation) if operation.type in tape.BRANCHES else ()
+        return any(branch in self.root.selections and self.root.selections[branch].has_sent for branch in branches)
 
     def compare_branches(self, ranks: Ranks) -> None:
         """Lets the branches that this stands in be entered only where all `ranks` enter them; sends nothing a second time."""

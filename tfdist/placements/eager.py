@@ -122,9 +122,9 @@ class EagerFacts:
 
     def see(self, kind: str, inputs: Sequence[Any], attributes: Sequence[Any], outputs: list[Any], may_replace: bool) -> None:
         """Looks at an operation that has run, and puts other results in the place of its `outputs` if it must be mended."""
+        if kind in tape.WRITES and not self._is_busy:
+            self._note_written(kind, *inputs)
         if self._is_busy or not outputs:
-            if kind in tape.WRITES and not self._is_busy:
-                self._note_written(kind, *inputs)
             return
         row = row_of(kind)
         known = [self._of(x) for x in inputs]

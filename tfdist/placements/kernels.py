@@ -6,26 +6,25 @@ from tfdist.placements.rules import batches, joins, pointwise, products, views
 from tfdist.placements.table import Kind, row_of
 
 _MOVING = (Kind.GATHER, Kind.JOIN, Kind.SIZE, Kind.VIEW)
+_COPYING = (batches.from_blocks, batches.to_blocks, pointwise.alike, pointwise.cast)
 _PASSING = (joins.list_with, pointwise.same, views.expand_dims, views.reshape, views.squeeze)
-_SERIES = frozenset(
-    (
-        "Acos Asin Atan Cos Elu Erf Erfc Exp Expm1 Log Log1p LogSoftmax Pow Selu Sigmoid Sin SoftmaxCrossEntropyWithLogits "
-        "Softmax Softplus SparseSoftmaxCrossEntropyWithLogits StatelessRandomNormalV2 StatelessRandomUniformV2 "
-        "StatelessTruncatedNormalV2 Tan Tanh"
-    ).split()
-)
+# What a processor computes by a series, or by several rounds: an element takes longer than to move it.
+SERIES = """
+Acos Asin Atan Cos Elu Erf Erfc Exp Expm1 Log Log1p LogSoftmax Pow Selu Sigmoid Sin SoftmaxCrossEntropyWithLogits Softmax Softplus
+SparseSoftmaxCrossEntropyWithLogits StatelessRandomNormalV2 StatelessRandomUniformV2 StatelessTruncatedNormalV2 Tan Tanh
+""".split()
 
 
 def only_moves(kind: str) -> bool:
     """Whether such an operation computes no number: it moves some, or says how many there are."""
     row = row_of(kind)
-    return row is not None and (row.kind in _MOVING or row.rule in (pointwise.alike, pointwise.cast, pointwise.same))
+    return passes_its_buffer_on(kind) or row is not None and (row.kind in _MOVING or row.rule in _COPYING)
 
 
 def passes_its_buffer_on(kind: str) -> bool:
     """Whether what such an operation returns is the buffer of its first input."""
     row = row_of(kind)
-    return kind in ("Bitcast", "TensorListResize") or row is not None and row.rule in _PASSING
+    return kind in ("Bitcast", "PlaceholderWithDefault", "TensorListResize") or row is not None and row.rule in _PASSING
 
 
 def may_overwrite(kind: str) -> bool:
@@ -33,8 +32,3 @@ def may_overwrite(kind: str) -> bool:
     row = row_of(kind)
     is_pointwise = row is not None and row.kind is Kind.POINTWISE and row.rule is not pointwise.select
     return is_pointwise or row is not None and row.rule in (batches.along_last, products.bias_add)
-
-
-def is_series(kind: str) -> bool:
-    """Whether a processor computes an element by a series, or by several rounds: that takes longer than to move it."""
-    return kind in _SERIES

@@ -73,10 +73,8 @@ def scratch_bytes(operation: tf.Operation) -> int:
     """Returns the bytes of what the body of a loop holds besides what it returns: all its tensors, which is the most."""
     if operation.type not in tape.LOOPS:
         return 0
-    inside = [
-        one for one in tape.body(operation).get_operations() if one.type not in LEAVES and not passes_its_buffer_on(one.type)
-    ]
-    return sum(tensor_bytes(x) or 0 for one in inside for x in one.outputs)
+    inside = [one for one in tape.body(operation).get_operations() if one.type not in LEAVES]
+    return sum(tensor_bytes(x) or 0 for one in inside if not passes_its_buffer_on(one.type) for x in one.outputs)
 
 
 def _of_loop(loop: tf.Operation, number: int) -> int | None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist.graphs import tape
 from tfdist.pipeline.stages.flops import elements, flops_of_operation
 from tfdist.placements.graph_facts import LEAVES
-from tfdist.placements.kernels import is_series
+from tfdist.placements.kernels import SERIES
 from tfdist.planning import operations
 from tfdist.planning.einsums import transposed_bytes
 from tfdist.planning.hardware import Hardware
@@ -149,7 +149,7 @@ def _dtype(operation: tf.Operation) -> str:
 
 
 def _functions(operation: tf.Operation) -> float:
-    computed = elements(operation.outputs[-1].shape) if is_series(operation.type) else 0
+    computed = elements(operation.outputs[-1].shape) if operation.type in SERIES else 0
     return _CROSSENTROPY_FUNCTIONS * computed if operation.type in operations.CROSSENTROPIES else float(computed)
 
 
