@@ -481,6 +481,12 @@ def switch_of_the_mean(y, p):
 
 
 @of("numbers")
+def mean_times_its_root(y, p):
+    """The mean itself need not be agreed on, and of no rows is NaN."""
+    return mse(y, p) * tf.sqrt(mse(y, p))
+
+
+@of("numbers")
 def clip_of_the_mean(y, p):
     return tf.clip_by_value(tf.reduce_mean(tf.square(p - y), axis=0), 0.45, 0.65)[0] + 0.1 * mse(y, p)
 
@@ -955,6 +961,72 @@ def attention_to_sums(y, p):
     keys = tf.nn.elu(p) + 1.5
     found = keys @ tf.matmul(keys, y, transpose_a=True) / (tf.reduce_sum(keys * tf.reduce_sum(keys, 0), -1, keepdims=True))
     return errors(y, found)
+
+
+# Branches in which numbers of the batch are computed, and needed.
+
+
+@of("branches")
+def root_in_a_branch(y, p):
+    return tf.cond(tf.reduce_mean(y) < 0.1, lambda: tf.sqrt(mse(y, p)), lambda: tf.reduce_max(tf.abs(y - p)))
+
+
+@of("branches")
+def masked_mean_where_there_is_one(y, p):
+    mask = positive(y)
+    total = tf.reduce_sum(mask)
+    return tf.cond(total > 0, lambda: tf.reduce_sum(mask * tf.abs(y - p)) / total, lambda: tf.zeros([], FLOAT))
+
+
+@of("branches")
+def mean_of_selected_rows_where_there_are_some(y, p):
+    selected = y[:, 0] > 0
+
+    def some():
+        return tf.reduce_mean(tf.boolean_mask(errors(y, p), selected))
+
+    return mse(y, p) + tf.cond(tf.reduce_any(selected), some, lambda: tf.zeros([], FLOAT))
+
+
+@of("branches")
+def deviation_in_a_branch(y, p):
+    return mse(y, p) + tf.cond(mse(y, p) < 0.55, lambda: tf.math.reduce_std(p), lambda: tf.math.reduce_variance(p))
+
+
+@of("branches")
+def dice_in_a_branch(y, p):
+    def dice():
+        target, found = positive(y), probabilities(p)
+        return 1.0 - (2.0 * tf.reduce_sum(target * found) + 1.0) / (tf.reduce_sum(target) + tf.reduce_sum(found) + 1.0)
+
+    return tf.cond(tf.reduce_sum(positive(y)) > 5.0, dice, lambda: 0.1 * mse(y, p))
+
+
+@of("branches")
+def branch_of_a_branch(y, p):
+    def inner():
+        return tf.cond(tf.reduce_max(p) > 0.5, lambda: tf.math.log1p(mse(y, p)), lambda: tf.math.reduce_std(y - p))
+
+    return tf.cond(tf.reduce_mean(y) < 0.1, inner, lambda: tf.sqrt(mse(y, p)))
+
+
+@of("branches")
+def case_of_the_mean(y, p):
+    found = errors(y, p)
+    branches = [lambda: tf.sqrt(tf.reduce_mean(found)), lambda: tf.reduce_max(found), lambda: tf.reduce_mean(found)]
+    return tf.switch_case(tf.cast(tf.reduce_mean(found), tf.int32), branches, default=lambda: tf.math.reduce_logsumexp(found))
+
+
+@of("branches")
+def keras_losses_in_branches(y, p):
+    loss = keras.losses.MeanSquaredError(dtype="float64")
+    return tf.cond(tf.reduce_mean(y) < 0.1, lambda: tf.sqrt(loss(y, p)), lambda: keras.losses.Huber(dtype="float64")(y, p))
+
+
+@of("branches")
+def centred_in_a_branch(y, p):
+    rows = tf.cond(tf.reduce_mean(y) < 0.1, lambda: p - tf.reduce_mean(p, axis=0), lambda: p / tf.reduce_max(tf.abs(p)))
+    return tf.reduce_mean(tf.square(rows - y), axis=-1)
 
 
 # Rows that meet other rows.

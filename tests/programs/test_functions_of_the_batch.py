@@ -38,7 +38,8 @@ UNDIVIDED = (
     *("sum_by_a_constant", "sum_by_nothing", "half_a_sum_of_squares", "sum_over_the_root_of_rows"),
     *("sum_and_mean", "mean_root_and_penalty", "penalty_times_the_mean", "gradient_of_a_root", *UNDIVIDED_WITHIN),
 )
-NO_SHARES = {"loop": UNDIVIDED, "loop_divided": UNDIVIDED_WITHIN}
+# A Keras loss in a branch of a loop of one's own has sent something there: of functions of it a step tells.
+NO_SHARES = {"loop": (*UNDIVIDED, "keras_losses_in_branches"), "loop_divided": (*UNDIVIDED_WITHIN, "keras_losses_in_branches")}
 
 # What an eager step warns of: rows that meet, numbers of rows that Python has read. What fails on few rows fails there first.
 NOT_EAGERLY = (

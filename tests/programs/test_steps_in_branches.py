@@ -146,6 +146,21 @@ class AssignsAndReturns(Stepping):
         return {"loss": loss, "found": found}
 
 
+class StepsAndReturns(Stepping):
+    """Returns functions of the batch from branches, of which the first has stepped."""
+
+    def train_step(self, data):
+        loss, grads = self.gradients(data)
+
+        def step():
+            self.optimizer.apply([g * loss for g in grads], self.trainable_variables)
+            return tf.sqrt(loss), tf.math.reduce_std(data[0])
+
+        root, spread = tf.cond(self.is_turn(), step, lambda: (loss**2, loss * tf.reduce_max(data[0])))
+        self.trainable_variables[0].assign_add(0.01 * root)
+        return {"loss": loss, "root": root, "spread": spread}
+
+
 class StepsByTheBatch(Stepping):
     """Steps where a number of the batch says so, and chooses by another."""
 
@@ -242,6 +257,7 @@ MODELS = (
     AssignsByTheLoss,
     AssignsFunctions,
     AssignsAndReturns,
+    StepsAndReturns,
     StepsByTheBatch,
     TrainsInABranch,
     Accumulates,

@@ -15,6 +15,7 @@ send for that is sent when the branches have been traced, before TensorFlow make
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,12 +81,19 @@ class Selection:
             self._branches.append(graph)
             self._root.selections[graph] = self
             outputs = function()
-            if (program := self.programs.get(graph)) is not None:
-                outputs = tf.nest.map_structure(program.summand_made_here, outputs)
+            if (program := self.program_of(graph) if self.has_sent else self.programs.get(graph)) is not None:
+                outputs = tf.nest.map_structure(functools.partial(self._returned, program), outputs)
                 program.close(outputs)
             return outputs
 
         return traced
+
+    def _returned(self, program: RankProgram, output: Any) -> Any:
+        """Returns what stands for `output` of a branch: where that has sent something, nobody can compute it again outside."""
+        found = program.summand_made_here(output)
+        if found is not output or not (self.has_sent and tf.is_symbolic_tensor(output) and program.exists_here(output)):
+            return found
+        return output if tape.tapes_watching([output]) else self._root.returned_by(program, output)
 
     def _last(self, function: Callable[[], Any]) -> Callable[[], Any]:
         def traced() -> Any:
@@ -111,7 +119,7 @@ class Selection:
                 outer = self._root.here()
             if outer is None:
                 return None
-            self._agreed = outer.know(outer, self._agreed)
+            self._agreed = outer.selected_by(outer, self._agreed)
             self.programs[branch] = outer.of_branch(branch)
         return self.programs[branch]
 
@@ -155,7 +163,7 @@ class SharedResources:
                 continue
             first = self._first.setdefault(tensor.name, numbers[operation.name])
             for user in tensor.consumers() if first < numbers[operation.name] else ():
-                if first <= numbers[user.name] <= numbers[operation.name] and _writes(user, tensor):
+                if first <= numbers[user.name] <= numbers[operation.name] and writes_to(tensor, user):
                     raise errors.runtime_error(
                         "A branch (`tf.cond`) that holds a collective uses a variable that all ranks share, and some write: "
                         "TensorFlow lets the ranks' branches run one after the other, and the ranks would wait for ever.",
@@ -164,7 +172,8 @@ class SharedResources:
                     )
 
 
-def _writes(operation: tf.Operation, resource: tf.Tensor) -> bool:
+def writes_to(resource: tf.Tensor, operation: tf.Operation) -> bool:
+    """Whether `operation`, which is given `resource`, writes it, or may do so."""
     if operation.type == "ReadVariableOp":
         return False
     places = [place for place, tensor in enumerate(operation.inputs) if tensor.name == resource.name]

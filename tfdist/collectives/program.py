@@ -55,7 +55,8 @@ class RankProgram:
         outer: the program around that of a branch; None: it is the rank's.
         selections: by the graph of each branch that has been traced, what it is a branch of.
         before_branch: called with what branches read from this program's graph, before TensorFlow makes a `tf.cond` of them.
-        know: called with a program and what selects a branch of it that may send something, returns that of all rows.
+        selected_by: called with a program and what selects a branch of it that may send something, returns that of all rows.
+        returned_by: called with a branch's program and what the branch returns, returns that mended where it must be.
         summands: called with a tensor that the user's code gives a collective, return what a rank has of it where it stands for a
             sum over the ranks; None where it does not.
         is_on_cpu: whether its device is one.
@@ -85,7 +86,8 @@ class RankProgram:
         self.selections: dict[tf.Graph, Selection] = {}
         self.before_collective: list[Callable[[], None]] = []
         self.before_branch: list[Callable[[list[tf.Tensor]], object]] = []
-        self.know: Callable[[RankProgram, tf.Tensor], tf.Tensor] = lambda program, selector: selector
+        self.selected_by: Callable[[RankProgram, tf.Tensor], tf.Tensor] = lambda program, selector: selector
+        self.returned_by: Callable[[RankProgram, tf.Tensor], tf.Tensor] = lambda program, output: output
         self.at_close: list[Callable[[Any], None]] = []
         self.summands: list[Callable[[tf.Tensor], tf.Tensor | None]] = []
         self._is_marked = False
@@ -226,8 +228,12 @@ class RankProgram:
                 self._branches.pop()
             return tf.constant(True)
 
-        self.root._trusted.append(predicate)
+        self.trust(predicate)
         tf.cond(predicate, lambda: traced(true_fn), lambda: traced(false_fn))
+
+    def trust(self, selector: tf.Tensor) -> None:
+        """Lets branches by `selector` be entered as they are: it is the same on all ranks."""
+        self.root._trusted.append(selector)
 
     @property
     def root(self) -> RankProgram:

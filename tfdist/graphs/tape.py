@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeAlias
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
@@ -25,6 +27,7 @@ BRANCHES = ("Case", "If", "StatelessCase", "StatelessIf")
 READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 WRITES = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
+Reads: TypeAlias = Mapping[tuple[str, int], tf.Tensor]  # what an operation, by its name, is to read as its input of a number
 _WITHOUT_VALUE = "_tfdist_is_without_value"  # of variables that hold none
 _RECONNECTED = "_tfdist_reconnected"  # of graphs
 _CALLS_FUNCTIONS: dict[str, bool] = {}  # types of operations, as they are met: whether they call functions
@@ -188,14 +191,21 @@ def with_inputs(operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Oper
     return _again(operation, inputs, operation.graph)
 
 
-def copy_all(operations: Sequence[tf.Operation], known: dict[str, tf.Tensor]) -> None:
+def copy_all(
+    operations: Sequence[tf.Operation],
+    known: dict[str, tf.Tensor],
+    reads: Mapping[tuple[str, int], tf.Tensor] = MappingProxyType({}),
+) -> None:
     """Makes operations of another graph, in the order in which they were made, a second time in the graph that is being built.
 
-    `known` says what tensors of their graph are here, by name; what is copied is added.
+    `known` says what tensors of their graph are here, by name; what is copied is added. `reads` says what an operation, by name,
+    reads here as its input of that number, whatever it reads there.
     """
     graph = tf.compat.v1.get_default_graph()
     for operation in operations:
-        made = _again(operation, [known[source.name] for source in operation.inputs], graph)
+        inputs = [reads.get((operation.name, place)) for place in range(len(operation.inputs))]
+        inputs = [known[x.name] if new is None else new for x, new in zip(operation.inputs, inputs, strict=True)]
+        made = _again(operation, inputs, graph)
         for output, new in zip(operation.outputs, made.outputs, strict=True):
             new.set_shape(output.shape)  # which may know more than the operation says
             known[output.name] = new

@@ -38,10 +38,10 @@ class BatchPart(abc.ABC):
             return self.totals([], [tf.reduce_sum(weights)])[0]
         dtype = wide(values).dtype
         if mask is None:
-            return self.totals([tf.cast(tf.size(values), dtype)], [])[0]
+            return tf.stop_gradient(self.totals([tf.cast(tf.size(values), dtype)], [])[0])  # in a branch none can be sent
         sizes = [tf.cast(tf.size(x), dtype) for x in (values, mask)]
         elements, maskable, valid = self.totals(sizes, [tf.reduce_sum(tf.cast(mask, dtype))])
-        return elements * tf.math.divide_no_nan(valid, maskable)
+        return tf.stop_gradient(elements * tf.math.divide_no_nan(valid, maskable))
 
     @abc.abstractmethod
     def totals(self, counts: list[tf.Tensor], sums: list[tf.Tensor]) -> list[tf.Tensor]:

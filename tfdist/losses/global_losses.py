@@ -49,7 +49,7 @@ from tfdist.losses.given_batch import GivenBatch
 from tfdist.losses.sliced_batch import current_sliced_batch, is_on_trial
 from tfdist.losses.trainer_step import trainer_step
 from tfdist.placements.eager import EagerFacts
-from tfdist.placements.facts import Facts
+from tfdist.placements.facts import Facts, has_rows_of_branch
 from tfdist.placements.kinds import How, Partial, Placement
 from tfdist.placements.repair import Repair
 from tfdist.placements.telling import is_sum, known, known_of_loss, without_extremes
@@ -103,6 +103,9 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         values *= weights
     if values.shape.rank == 0:
         return values if current_sliced_batch() is not None else _of_number(values, known_of_loss(rank_program(), values))
+    if weights is None and is_own_mean() and has_rows_of_branch(values):  # the way back out of a branch sends nothing
+        values = wide(values)
+        return of_all_rows(tf.cast(tf.math.divide_no_nan(tf.reduce_sum(values), tf.cast(tf.size(values), values.dtype)), dtype))
     is_weighted = reduction == "mean_with_sample_weight" and weights is not None
     values, mask, is_of_all = _of_all_rows(values, mask)
     divisor = _part().divisor(values, wide(weights) if is_weighted else None, mask)

@@ -25,7 +25,11 @@ from tfdist.placements.traced_call import TracedCall
 
 
 class Facts(GraphFacts):
-    """Those of the graph in which a rank's function is traced; an attachment of its program, and of a branch's."""
+    """Those of the graph in which a rank's function is traced; an attachment of its program, and of a branch's.
+
+    Attributes:
+        declared: by its name, the placement of a tensor of which more was said than its operation says.
+    """
 
     IS_OF_BRANCH = True
 
@@ -36,7 +40,7 @@ class Facts(GraphFacts):
         given = given_placements(program) if program.outer is None else []
         given = [(x, placement) for x, placement in given if tf.is_symbolic_tensor(x) or placement != Replicate()]
         # A tensor of the graph is captured as it is.
-        self._declared: dict[str, Placement] = {program.graph.capture(x).name: placement for x, placement in given}
+        self.declared: dict[str, Placement] = {program.graph.capture(x).name: placement for x, placement in given}
         self._reconnected, self._num_reconnected = tape.reconnected(program.graph), 0
         self._of_rows: set[str] = set()  # handles of variables of the rank's own rows
         self._agreed: dict[str, bool] = {}
@@ -71,12 +75,16 @@ class Facts(GraphFacts):
     def declare(self, tensor: tf.Tensor, placement: Placement) -> None:
         """Says what the placement of `tensor` is, whatever it is computed of."""
         if tf.is_symbolic_tensor(tensor):
-            self._declared[tensor.name] = placement
+            self.declared[tensor.name] = placement
             self.forget([tensor])
 
     def note_rows(self, handle: tf.Tensor) -> None:
         """Notes that the variable of `handle` has a value for each of the rank's own rows, along its first axis."""
         self._of_rows.add(self._program.graph.capture(handle).name)
+
+    def is_of_rows(self, handle: tf.Tensor) -> bool:
+        """Whether the variable of `handle` was noted by `note_rows`."""
+        return handle.name in self._of_rows
 
     def declare_agreed(self, tensor: tf.Tensor) -> None:
         """Says that `tensor` is what ranks have agreed on."""
@@ -108,7 +116,7 @@ class Facts(GraphFacts):
         def assume(op: tf.Operation, place: int, placement: Placement) -> None:
             assumed[op.name, place] = op
             if place < 0:
-                self._declared[op.outputs[-1 - place].name] = placement
+                self.declared[op.outputs[-1 - place].name] = placement
             else:
                 self._assumed[op.name, place] = placement
             self.forget(op.outputs)
@@ -118,7 +126,7 @@ class Facts(GraphFacts):
         finally:
             for (name, place), op in assumed.items():
                 if place < 0:
-                    del self._declared[op.outputs[-1 - place].name]
+                    del self.declared[op.outputs[-1 - place].name]
                 self._assumed.pop((name, place), None)
                 self.forget(op.outputs)
 
@@ -162,11 +170,11 @@ class Facts(GraphFacts):
         return list(found.values())
 
     def _leaf(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
-        if tensor.name in self._declared:
-            return self._declared[tensor.name]
+        if tensor.name in self.declared:
+            return self.declared[tensor.name]
         if self._rows.is_weight(tensor):
             return Partial(How.SHARE)
-        if self._of_rows and tensor.op.type == "ReadVariableOp" and tensor.op.inputs[0].name in self._of_rows:
+        if tensor.op.type == "ReadVariableOp" and self.is_of_rows(tensor.op.inputs[0]):
             return Shard()
         if (found := self._of_collective(tensor)) is not None:
             return found
@@ -197,6 +205,15 @@ def axes_of_static_rows(x: Any) -> tuple[int, ...]:
         sizes = [(axis, size) for axis, size in enumerate(x.shape) if size is not None]
         return tuple(axis for axis, size in sizes if size in rows or any(n > 1 and size % n == 0 for n in rows))
     return (placement.axis,) if isinstance(placement, Shard) else ()
+
+
+def has_rows_of_branch(x: tf.Tensor) -> bool:
+    """Whether `x` is made in a branch, which has sent nothing, and has as many numbers of each of the rank's rows as on others."""
+    program = rank_program(peers_on="data")
+    if program is None or program.is_eager or x.graph not in program.selections or program.of_traced(x.graph) is not None:
+        return False
+    found = program.of_branch(x.graph).attachment(Facts).of(x)
+    return isinstance(found, Shard) and found.is_even and found.axis == 0 and x.shape[1:].is_fully_defined()
 
 
 def given_placements(program: RankProgram) -> list[tuple[tf.Tensor, Placement]]:

@@ -6,14 +6,15 @@ Branches, loops and functions are graphs within, of which only the placements of
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Collection, Mapping, Sequence
 
 import tensorflow as tf
 
 from tfdist.collectives.results import Results
 from tfdist.graphs import tape
-from tfdist.graphs.constants import value_of
 from tfdist.graphs.walks import before, inputs_first, is_of_users
+from tfdist.placements.constants import value_of
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
 from tfdist.placements.table import is_elementwise, is_quotient, placements_of
 from tfdist.placements.traced_call import TracedCall
@@ -193,11 +194,18 @@ def _joined_branches(facts: GraphFacts, op: tf.Operation, inputs: tuple[Placemen
         return [inputs[0]] * len(op.outputs)
     if not isinstance(inputs[0], Replicate):
         return [Unknown(Why.FUNCTION, named(op))] * len(op.outputs)
-    branches = [facts.out_of(graph, inputs[1:]) for graph in tape.traced_branches(op) or tape.branches(op)]
-    joined = list(branches[0][: len(op.outputs)])
-    for other in branches[1:]:
-        joined = [_joined(one, two, op) for one, two in zip(joined, other, strict=False)]
-    return joined if len(joined) == len(op.outputs) else [Unknown(Why.NO_RULE, named(op))] * len(op.outputs)
+    graphs = tape.traced_branches(op) or tape.branches(op)
+    if any(len(graph.outputs) < len(op.outputs) for graph in graphs):
+        return [Unknown(Why.NO_RULE, named(op))] * len(op.outputs)
+    branches = [facts.out_of(graph, inputs[1:]) for graph in graphs]
+    joined = []
+    for place in range(len(op.outputs)):
+        found = [one[place] for one in branches]
+        are_zero = [is_zero(graph.outputs[place]) and isinstance(x, Replicate) for graph, x in zip(graphs, found, strict=True)]
+        if any(isinstance(x, Partial) for x in found):  # of which zeros are one, too
+            found = [x for x, zero in zip(found, are_zero, strict=True) if not zero]
+        joined.append(functools.reduce(lambda one, other: _joined(one, other, op), found))
+    return joined
 
 
 def _joined(one: Placement, other: Placement, op: tf.Operation, *, is_zero: bool = False) -> Placement:
@@ -218,6 +226,8 @@ def _joined(one: Placement, other: Placement, op: tf.Operation, *, is_zero: bool
 
 def is_zero(tensor: tf.Tensor) -> bool:
     """Whether `tensor` is nothing yet: zeros, or an empty list."""
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
     if tensor.dtype == tf.variant:
         return tensor.op.type in ("TensorListReserve", "EmptyTensorList")
     if tensor.op.type == "ZerosLike":

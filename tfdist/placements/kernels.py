@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from tfdist.placements.rules import batches, joins, pointwise, products, views
+from tfdist.placements.call import Rule
+from tfdist.placements.rules import batches, gathers, joins, pointwise, products, views
 from tfdist.placements.table import Kind, row_of
 
+CROSSENTROPIES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
 _MOVING = (Kind.GATHER, Kind.JOIN, Kind.SIZE, Kind.VIEW)
 _COPYING = (batches.from_blocks, batches.to_blocks, pointwise.alike, pointwise.cast)
 _PASSING = (joins.list_with, pointwise.same, views.expand_dims, views.reshape, views.squeeze)
@@ -13,6 +15,26 @@ SERIES = """
 Acos Asin Atan Cos Elu Erf Erfc Exp Expm1 Log Log1p LogSoftmax Pow Selu Sigmoid Sin SoftmaxCrossEntropyWithLogits Softmax Softplus
 SparseSoftmaxCrossEntropyWithLogits StatelessRandomNormalV2 StatelessRandomUniformV2 StatelessTruncatedNormalV2 Tan Tanh
 """.split()
+
+
+def multiplies(kind: str) -> Rule | None:
+    """Returns the rule by which such an operation multiplies matrices, `batches.batch` where it convolves; None: it does not."""
+    row = row_of(kind)
+    if row is None or row.kind is not Kind.PRODUCT or row.rule is products.bias_add:
+        return None
+    return row.rule if row.rule in (products.einsum, products.matmul) else batches.batch
+
+
+def adds_up(kind: str) -> bool:
+    """Whether such an operation returns the sum of its inputs, or its input."""
+    row = row_of(kind)
+    return row is not None and row.rule in (pointwise.add, pointwise.same)
+
+
+def looks_up(kind: str) -> bool:
+    """Whether such an operation reads rows of a table, and not all of it."""
+    row = row_of(kind)
+    return row is not None and row.rule is gathers.gather
 
 
 def only_moves(kind: str) -> bool:

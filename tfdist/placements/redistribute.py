@@ -18,14 +18,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, all_gather, all_reduce, gather_rows
 from tfdist.custom_gradients import with_adjoint
 from tfdist.graphs import records, tape
-from tfdist.graphs.constants import value_of
 from tfdist.graphs.walks import inputs_first
+from tfdist.placements.constants import value_of
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Lengths, Partial, Places, Replicate, Shard
 from tfdist.placements.rank_rows import RankRows
@@ -85,7 +86,7 @@ class Redistribution:
             self._facts.declare_agreed(self._found[name])
         return [x for x in tensors if x.name not in self._found]
 
-    def make(self, build: Callable[..., tf.Tensor], *tensors: tf.Tensor) -> tf.Tensor:
+    def make(self, build: Callable[..., Any], *tensors: tf.Tensor) -> Any:
         """Returns `build(*tensors)`, of operations that tapes go back through."""
         with self._program.outermost(), tape.stop_recording():
             start = tape.operations_so_far()
@@ -228,7 +229,9 @@ class Redistribution:
         return [found[place] for place in range(len(given))]
 
     def _with_factor(self, x: tf.Tensor) -> tf.Tensor:
-        return x if self.factor is None else tf.math.multiply_no_nan(x, tf.cast(self.factor, x.dtype))
+        """Returns a rank's part of a derivative; of one without rows, whose own means are NaN, 0."""
+        factor = self._rows.rows > 0 if self.factor is None else self.factor
+        return tf.math.multiply_no_nan(x, tf.cast(factor, x.dtype))
 
     def _without_factor(self, x: tf.Tensor) -> tf.Tensor:
         return x if self.factor is None else tf.math.divide_no_nan(x, tf.cast(self.factor, x.dtype))

@@ -25,6 +25,7 @@ from tfdist.graphs import records, tape, walks
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
+from tfdist.placements.opening import Opening
 from tfdist.placements.plan import OUTPUT, RepairPlan, Want
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.redistribute import Redistribution
@@ -82,11 +83,18 @@ class Repair:
             for wants in waves:
                 self._mend(wants, label, tensor)
             tensor = self._remaking.now(tensor)
-            if not any(waves) or not isinstance(self._facts.of(tensor), Unknown):
+            opened = [self._open(op, label, may_gather) for op in self._facts.reasons_of(tensor)]
+            tensor = self._remaking.now(tensor)
+            if not any(waves) and not any(opened) or not isinstance(self._facts.of(tensor), Unknown):
                 break
         if may_gather:
             self._given_up.update(lost)
         return self._facts.of(tensor)
+
+    def _open(self, op: tf.Operation, label: str, is_asked_for: bool) -> bool:
+        goes_back = any(isinstance(x, Unknown) and x.why is Why.GOES_BACK for x in map(self._facts.of, op.outputs))
+        with self._working():
+            return (is_asked_for or goes_back) and self._program.attachment(Opening).opened(op, label)
 
     def _know_outside(self, tensor: tf.Tensor, label: str) -> None:
         """Mends what a branch has captured, and what makes `tensor` unknown in it, where that was made."""
@@ -99,6 +107,11 @@ class Repair:
                 self._facts.forget(op.outputs)
                 if (now := repair.now(outer)) is not outer:
                     self._remaking.replace(op.outputs[0], tf.identity(now))
+
+    def mended(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
+        """Returns what stands in the place of `tensor` when what it is has been asked for."""
+        self.known(tensor, label)
+        return self.now(tensor)
 
     def now(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns what stands in the place of `tensor`, of own rows, since it was mended: of all rows, which are more."""
@@ -347,7 +360,8 @@ def begin(program: RankProgram, most_bytes: int) -> None:
     if not program.is_eager and program.mesh.size("data") > 1:
         program.attachment(RepairPlan).most_bytes = most_bytes
         if not program.mesh.splits_layers:
-            program.know = lambda here, x: x if (whole := here.attachment(Repair).whole(x, "branch")) is None else whole
+            program.selected_by = lambda here, x: x if (whole := here.attachment(Repair).whole(x, "branch")) is None else whole
+            program.returned_by = lambda here, x: here.attachment(Repair).mended(x, "branch")
         program.at_close.append(lambda _: program.attachment(Repair).look())
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.graphs.constants import value_of
 from tfdist.placements.call import Call, without_rows
+from tfdist.placements.constants import value_of
 from tfdist.placements.kinds import Placement
 from tfdist.placements.table import is_elementwise
 

@@ -7,11 +7,9 @@ import math
 import tensorflow as tf
 
 from tfdist.graphs import tape
-from tfdist.pipeline.stages.flops import RULES, trips
+from tfdist.pipeline.stages.flops import formula_of, trips
 from tfdist.placements.graph_facts import LEAVES
-from tfdist.placements.kernels import may_overwrite, passes_its_buffer_on
-
-CROSSENTROPIES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
+from tfdist.placements.kernels import CROSSENTROPIES, may_overwrite, passes_its_buffer_on
 
 
 def alias_of(operation: tf.Operation, number: int) -> int | None:
@@ -36,7 +34,7 @@ def taking_output(operation: tf.Operation) -> int | None:
 
 def is_product(operation: tf.Operation) -> bool:
     """Whether the operation multiplies matrices, or convolves."""
-    return operation.type.startswith((*RULES, *tape.LOOPS))
+    return operation.type in tape.LOOPS or formula_of(operation.type) is not None
 
 
 def output_bytes(operation: tf.Operation) -> list[int | None]:

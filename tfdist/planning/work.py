@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist.graphs import tape
 from tfdist.pipeline.stages.flops import elements, flops_of_operation
 from tfdist.placements.graph_facts import LEAVES
-from tfdist.placements.kernels import SERIES
+from tfdist.placements.kernels import CROSSENTROPIES, SERIES, looks_up
 from tfdist.planning import operations
 from tfdist.planning.einsums import transposed_bytes
 from tfdist.planning.hardware import Hardware
@@ -150,14 +150,14 @@ def _dtype(operation: tf.Operation) -> str:
 
 def _functions(operation: tf.Operation) -> float:
     computed = elements(operation.outputs[-1].shape) if operation.type in SERIES else 0
-    return _CROSSENTROPY_FUNCTIONS * computed if operation.type in operations.CROSSENTROPIES else float(computed)
+    return _CROSSENTROPY_FUNCTIONS * computed if operation.type in CROSSENTROPIES else float(computed)
 
 
 def _moved(operation: tf.Operation) -> float:
     """Returns the bytes of what the operation reads and writes; of a lookup those of what it writes, twice."""
     written = sum(operations.tensor_bytes(x) or 0 for x in operation.outputs)
-    if operation.type in operations.CROSSENTROPIES:
+    if operation.type in CROSSENTROPIES:
         return _CROSSENTROPY_PASSES * (operations.tensor_bytes(operation.outputs[-1]) or 0)
-    if operation.type in ("GatherV2", "ResourceGather", "Gather"):
+    if looks_up(operation.type):
         return 2.0 * written
     return float(written + sum(operations.tensor_bytes(x) or 0 for x in operation.inputs))

@@ -48,8 +48,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, SideChain
 from tfdist.graphs import tape
-
-_ADDING = ("AddV2", "AddN", "EnsureShape", "Identity")
+from tfdist.placements.kernels import adds_up
 
 
 def is_limited(program: RankProgram) -> bool:
@@ -267,8 +266,8 @@ def in_parts(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
 def _made_by(operation: tf.Operation, numbers: Mapping[str, int]) -> tf.Operation:
     """Returns the call whose result `operation` adds to those of earlier ones; else `operation`."""
     maker = operation
-    while maker.type in _ADDING:  # what is added last is no sum itself
-        maker = max((tensor.op for tensor in maker.inputs), key=lambda one: (one.type not in _ADDING, numbers[one.name]))
+    while adds_up(maker.type):  # what is added last is no sum itself
+        maker = max((tensor.op for tensor in maker.inputs), key=lambda one: (not adds_up(one.type), numbers[one.name]))
     return maker if maker.type in tape.CALLS else operation
 
 

@@ -20,8 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 import tensorflow as tf
 
 from tfdist.graphs import tape
+from tfdist.placements.call import Rule
 from tfdist.placements.graph_facts import LEAVES
-from tfdist.placements.kernels import only_moves
+from tfdist.placements.kernels import multiplies, only_moves
+from tfdist.placements.rules import batches, products
 
 UNKNOWN_SIZE = 128
 
@@ -41,9 +43,8 @@ def flops_of_operation(operation: tf.Operation) -> int:
     if operation.type in tape.LOOPS:
         times = trips(operation)
         return (UNKNOWN_SIZE if times is None else times) * _of_function(operation, operation.get_attr("body").name)
-    for beginning, rule in RULES.items():
-        if operation.type.startswith(beginning):
-            return rule(operation)
+    if (formula := formula_of(operation.type)) is not None:
+        return formula(operation)
     if only_moves(operation.type) or operation.type in (*LEAVES, "Const", "IdentityN"):
         return 0
     values = operation.node_def.attr.values()
@@ -114,10 +115,14 @@ def _sizes(shape: tf.TensorShape | Sequence[int | None]) -> list[int]:
     return [UNKNOWN_SIZE] if shape.rank is None else [UNKNOWN_SIZE if size is None else size for size in shape]
 
 
-# By how the type of the operation begins.
-RULES: dict[str, Callable[[tf.Operation], int]] = {
-    **dict.fromkeys(("BatchMatMul", "MatMul"), _matmul),
-    **dict.fromkeys(("Conv", "DepthwiseConv"), _convolution),
-    "CudnnRNN": _cudnn_rnn,
-    "Einsum": _einsum,
+_FORMULAS: dict[Rule, Callable[[tf.Operation], int]] = {
+    products.matmul: _matmul,
+    products.einsum: _einsum,
+    batches.batch: _convolution,
 }
+
+
+def formula_of(kind: str) -> Callable[[tf.Operation], int] | None:
+    """Returns how the FLOPs of a product, or a convolution, are counted; None: such an operation is neither."""
+    rule = multiplies(kind)
+    return _cudnn_rnn if kind.startswith("CudnnRNN") else None if rule is None else _FORMULAS[rule]
