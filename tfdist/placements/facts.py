@@ -208,7 +208,7 @@ def axes_of_static_rows(x: Any) -> tuple[int, ...]:
 
 
 def has_rows_of_branch(x: tf.Tensor) -> bool:
-    """Whether `x` is made in a branch, which has sent nothing, and has as many numbers of each of the rank's rows as on others."""
+    """Whether `x`, made in a branch that has sent nothing, has as many numbers for each of the rank's rows as on other ranks."""
     program = rank_program(peers_on="data")
     if program is None or program.is_eager or x.graph not in program.selections or program.of_traced(x.graph) is not None:
         return False
