@@ -117,9 +117,11 @@ class GraphFacts(abc.ABC):
             return False
         sizes = set(self.static_rows)
         for x in before(op.inputs[0], lambda one: not is_elementwise(one.type)):
-            summed = x.op.inputs[0].shape if x.op.inputs else None
-            if not is_elementwise(x.op.type) and summed is not None and summed.is_fully_defined() and summed.rank:
-                sizes |= {summed.num_elements()} if summed[0] in self.static_rows else set()
+            summed = None if is_elementwise(x.op.type) or not x.op.inputs else x.op.inputs[0]
+            if summed is not None and summed.shape.is_fully_defined() and summed.shape.rank:
+                sizes |= {summed.shape.num_elements()} if summed.shape[0] in self.static_rows else set()
+                found = self._known.get(summed.name)
+                sizes |= {summed.shape[found.axis]} if isinstance(found, Shard) and found.is_joined else set()  # parts together
         return float(divisor.reshape(-1)[0]) in sizes
 
     def _by_rule(self, op: tf.Operation) -> list[Placement]:
