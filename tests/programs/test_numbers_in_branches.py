@@ -35,6 +35,7 @@ class Trained(keras.Model):
 
     def train_step(self, data):
         x, y = data
+        self.given = x
         self.steps.assign_add(1)
         with tf.GradientTape() as tape:
             p = self(x, training=True)
@@ -43,10 +44,10 @@ class Trained(keras.Model):
         return {"loss": loss}
 
 
-def fitted(loss, y=Y):
+def fitted(loss, y=Y, kind=Trained):
     def program(strategy):
         with strategy.scope():
-            model = Trained(loss)
+            model = kind(loss)
             model(tf.zeros([1, FEATURES]))
             model.compile(keras.optimizers.Adam(0.01))
         found = []
@@ -118,7 +119,34 @@ def selected(model, y, p, turn):
     return 0.1 * mse(y, p) + tf.cond(tf.reduce_any(chosen), some, lambda: tf.zeros([], p.dtype))
 
 
-LOSSES = (tf.autograph.to_graph(if_elif_else), with_weights, several_in_one, of_keras, selected)
+def lazily_penalised(model, y, p, turn):
+    """The gradients by inputs are penalised in every second step, as StyleGAN 2 does."""
+
+    def penalty():
+        with tf.GradientTape() as tape:
+            tape.watch(model.given)
+            again = model(model.given)
+        return tf.reduce_mean(tf.reduce_sum(tf.square(tape.gradient(again, model.given)), axis=1))
+
+    return mse(y, p) + tf.cond(turn, penalty, lambda: tf.zeros([], p.dtype))
+
+
+def calls_the_model(model, y, p, turn):
+    """Layers of both branches read their weights there, and once more behind them."""
+    x, hidden = model.given, model.hidden
+    roots = tf.cond(turn, lambda: tf.sqrt(mse(y, model(x))), lambda: mse(y, model.second(model.first(2.0 * x))))
+    return roots + tf.sqrt(mse(y, model.second(0.5 * hidden)))
+
+
+LOSSES = (
+    tf.autograph.to_graph(if_elif_else),
+    with_weights,
+    several_in_one,
+    of_keras,
+    selected,
+    lazily_penalised,
+    calls_the_model,
+)
 
 
 @pytest.mark.parametrize(
@@ -187,3 +215,28 @@ def test_what_cannot_be_made_again_is_told(loss):
     """Rows that meet in a branch, and a variable that it has read before it was written."""
     with pytest.warns(UserWarning, match="loss of Trained contains"):
         run(fitted(loss), strategy_for(2, 0))
+
+
+def normalized(model, y, p, turn):
+    return tf.cond(turn, lambda: mse(y, model.norm(p, training=True)), lambda: mse(y, p))
+
+
+def normalized_before(model, y, p, turn):
+    """As the error of `normalized` names it."""
+    norm = model.norm(p, training=True)
+    return tf.cond(turn, lambda: mse(y, norm), lambda: mse(y, p))
+
+
+class Normalized(Trained):
+    def __init__(self, loss):
+        super().__init__(loss)
+        self.norm = keras.layers.BatchNormalization(synchronized=True)
+
+    def call(self, x):
+        return self.norm(super().call(x))
+
+
+def test_messages_that_have_no_way_back():
+    with pytest.raises(NotImplementedError, match="branch"):
+        run(fitted(normalized, kind=Normalized), strategy_for(2, 0))
+    assert_as_on_one_device(fitted(normalized_before, kind=Normalized), 0)

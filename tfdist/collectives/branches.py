@@ -52,12 +52,16 @@ class Selection:
     Args:
         root: the rank's program.
         selector: what selects the branch, a boolean or an index.
+
+    Attributes:
+        is_recorded: whether tapes record around it: what is sent in a branch has no way back to them.
     """
 
     def __init__(self, root: RankProgram, selector: tf.Tensor):
         self._root = root
         self._graph = tf.compat.v1.get_default_graph()
         self._selector = self._agreed = selector
+        self.is_recorded = tape.is_recording()
         self._compared: set[Ranks] = set()
         self._branches: list[tf.Graph] = []
         self.programs: dict[tf.Graph, RankProgram] = {}  # of the branches that have one

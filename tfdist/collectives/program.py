@@ -267,6 +267,18 @@ class RankProgram:
         selection = None if self.is_eager else self.root.selections.get(graph)
         return None if selection is None else selection.program_of(graph)
 
+    def is_recorded_here(self) -> bool:
+        """Whether a branch is traced here around which tapes record: nothing that is sent in it has a way back."""
+        selection = self.root.selections.get(tf.compat.v1.get_default_graph())
+        return selection is not None and selection.is_recorded
+
+    def with_way_back(self) -> RankProgram:
+        """Returns the innermost program whose messages tapes go back through: this one, or around a branch that tapes record."""
+        found = self
+        while found.outer is not None and self.root.selections[found.graph].is_recorded:
+            found = found.outer
+        return found
+
     def of_traced(self, branch: tf.Graph) -> RankProgram | None:
         """Returns the program of a branch; None: it has needed none."""
         selection = self.root.selections.get(branch)

@@ -66,7 +66,7 @@ def is_without_value(variable: tf.Variable) -> bool:
 
 def read_of(variable: tf.Variable, value: tf.Tensor) -> tf.Tensor:
     """Returns `value` as what is read from `variable`, to the gradient tapes that watch it or watch what is read."""
-    if tf.executing_eagerly() and not record.could_possibly_record():
+    if tf.executing_eagerly() and not is_recording():
         return value
     resource_variable_ops.variable_accessed(variable)
     return as_read(value, variable.handle)
@@ -94,6 +94,11 @@ def backward_scope(name: str = "") -> contextlib.AbstractContextManager[None]:
     """Names operations of a gradient function of our own as a tape names those of TensorFlow's, below `name` if there is one."""
     # With the slash at the end: this one, and no second one of another name.
     return tf.name_scope(f"gradient_tape/{name}/" if name else "gradient_tape/")
+
+
+def is_recording() -> bool:
+    """Whether a tape records here, whatever it watches."""
+    return record.could_possibly_record()
 
 
 def in_backward() -> bool:

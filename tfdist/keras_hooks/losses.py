@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist import errors
 from tfdist.collectives import rank_program
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
 from tfdist.losses.given_batch import is_given_everywhere
@@ -163,7 +164,16 @@ def _gradient(
     What reads it before an optimizer does must read the sum over the ranks."""
 
     def gradient(targets: Any, seeds: Any) -> Any:
-        return original(self, targets, sources, seeds, unconnected_gradients)
+        try:
+            return original(self, targets, sources, seeds, unconnected_gradients)
+        except (AttributeError, LookupError) as error:
+            if program is None or not any(one.has_sent and one.is_recorded for one in program.root.selections.values()):
+                raise
+            raise errors.not_implemented(
+                "A tape goes back through a branch (`tf.cond`) in which the ranks have sent something, such as gradients of "
+                "weights, the statistics of a synchronized BatchNormalization, or the sum of a Keras loss's weights.",
+                fix="Compute it before the branch, and choose in that; or open the tape there, with the optimizer's step.",
+            ) from error
 
     program = rank_program()
     if program is None:

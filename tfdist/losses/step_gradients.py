@@ -119,12 +119,14 @@ def _declare(program: RankProgram, found: Any, sources: Any, how: Callable[[int]
     here = program.here()
     if here is None:
         return
-    facts: Any = here.attachment(EagerFacts if program.is_eager else Facts)
+    kind = EagerFacts if program.is_eager else Facts
+    facts: Any = here.attachment(kind)
     for place, (grad, source) in enumerate(zip(tf.nest.flatten(found), tf.nest.flatten(sources), strict=True)):
         variable = _strategys_variable(source)
-        is_known = variable is None and tf.is_tensor(source)
-        is_known = is_known and (program.is_eager or tf.is_symbolic_tensor(source) and program.exists_here(source))
-        placement = facts.of(source) if is_known else Replicate()
+        is_traced = tf.is_symbolic_tensor(source)
+        made_by = program.that_made(source) if is_traced else program if program.is_eager and tf.is_tensor(source) else None
+        made_by = made_by if variable is None else None
+        placement = Replicate() if made_by is None else made_by.attachment(kind).of(source)
         if not isinstance(placement, Replicate | Shard):
             continue
         part = Partial(how(place)) if isinstance(placement, Replicate) else placement

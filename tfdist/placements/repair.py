@@ -349,9 +349,7 @@ def _behind_identities(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _read_by(want: Want) -> list[tf.Tensor]:
-    """Returns what must be known where `want` is done."""
-    if want.place != OUTPUT:
-        return [want.tensor]
+    """Returns what must be known where `want` is done: beside what is not, a sum is better left a rank's own."""
     return [x for place, x in enumerate(want.op.inputs) if place not in ignored_inputs(want.op.type)]
 
 

@@ -107,7 +107,8 @@ def _who_mends(program: RankProgram, tensor: tf.Tensor) -> EagerFacts | Repair |
 def of_layer(layer: Any, outputs: Any) -> Any:
     """Returns the `outputs` of a layer that was called, of a rank's own rows also where rows of the batch have met in it."""
     program = rank_program(peers_on="data")
-    here = None if program is None or program.is_eager or tape.in_vectorized_map() else program.here()
+    may_send = program is not None and not program.is_eager and not tape.in_vectorized_map() and not program.is_recorded_here()
+    here = program.here() if may_send else None
     if here is None:
         return outputs
 

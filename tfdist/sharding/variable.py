@@ -151,7 +151,7 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
         if not self.layout.is_data_sharded:
             return self._local_component()
         held = program.attachment(HeldParameters)
-        reader = held if held.is_open else program.attachment(UnshardSchedule)
+        reader = held if held.is_open else program.with_way_back().attachment(UnshardSchedule)
         return reader.read(self, dtype)
 
     def _check_is_here(self, program: RankProgram) -> None:
