@@ -1505,6 +1505,11 @@ def minus_the_max(h):
 
 
 @of_layers()
+def centred_where_it_is_large(h):
+    return tf.cond(tf.reduce_max(h) > 0.5, lambda: h - tf.reduce_mean(h, axis=0), lambda: h / tf.math.reduce_std(h))
+
+
+@of_layers()
 def gated_by_means(h):
     return h * tf.sigmoid(tf.reduce_mean(h, axis=0))
 
