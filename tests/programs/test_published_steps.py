@@ -375,7 +375,7 @@ STEPS = {
             (conflicts_projected, sgd), (uncertainty_weighted, adam), (rates_by_layer, sgd), (adaptively_clipped, sgd),
             (adversarial, adam), (adversarial_by_size, sgd), (penalized_by_inputs, adam), (consolidated, sgd),
             (momentum_by_hand, sgd), (teacher_of_averages, adam), (scaled_by_hand, sgd), (constrained, sgd),
-            (proximal_policy, adam), (imagined, sgd), (seeds_of_gradients, sgd),
+            (proximal_policy, adam), (imagined, adam), (seeds_of_gradients, sgd),
         ]
     },
     "recomputed": (recomputed, sgd),
