@@ -22,6 +22,7 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram
 from tfdist.collectives.branches import writes_to
 from tfdist.graphs import records, tape
+from tfdist.graphs.walks import before
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Partial, Replicate, Unknown
 from tfdist.placements.plan import OUTPUT, RepairPlan, Want
@@ -44,22 +45,22 @@ class Opening:
         self._redistribution: Redistribution = program.attachment(Redistribution)
         self._remaking: Remaking = program.attachment(Remaking)
 
-    def opened(self, op: tf.Operation, label: str) -> bool:
-        """Lets a `tf.cond`, or a `tf.switch_case`, whose outputs are unknown, compute them of what ranks have agreed on; False:
-        that cannot be done."""
+    def opened(self, op: tf.Operation, target: tf.Tensor, label: str) -> bool:
+        """Lets a `tf.cond`, or a `tf.switch_case`, compute what `target` needs of it of what ranks have agreed on; False: that
+        cannot be done."""
         graphs = tape.traced_branches(op) if op.type in tape.BRANCHES and op.graph is self._program.graph else []
-        if not graphs or tape.is_backward(op) or self._program.has_sent_in(op):
-            return False
-        if not isinstance(self._facts.of(op.inputs[0]), Replicate):
+        if not graphs or tape.is_backward(op) or self._program.has_sent_in(op) or self._facts.of(op.inputs[0]) != Replicate():
             return False
         can_be_read = all(self._is_as_it_was(x, op) for x in op.inputs if x.dtype == tf.resource)
         if len(graphs[0].outputs) != len(op.outputs) or not can_be_read or not all(map(self._can_be_made_again, graphs)):
             return False
-        plans = [self._plan_of(op, graph, graph.outputs) for graph in graphs]
+        needed = {x.name for x in before(target)}
+        asked = [place for place, x in enumerate(op.outputs) if x.name in needed and isinstance(self._facts.of(x), Unknown)]
+        plans = [self._plan_of(op, graph, [graph.outputs[place] for place in asked]) for graph in graphs]
         if None in plans:
             flat = self._flattened(op, graphs, label)
-            return flat is not None and self.opened(flat, label)
-        plans = plans if any(plans) else self._plans_of_outputs(op, graphs)
+            return flat is not None and self.opened(flat, self._remaking.now(target), label)
+        plans = plans if any(plans) else self._plans_of_outputs(op, graphs, asked)
         reads = self._agreed(op, graphs, plans, label)
         if not any(plans) or reads is None:
             return False
@@ -110,12 +111,12 @@ class Opening:
             waves = [one + other for one, other in itertools.zip_longest(waves, found, fillvalue=list[Want]())]
         return waves
 
-    def _plans_of_outputs(self, op: tf.Operation, graphs: Sequence[tf.Graph]) -> list[_Waves]:
+    def _plans_of_outputs(self, op: tf.Operation, graphs: Sequence[tf.Graph], asked: Sequence[int]) -> list[_Waves]:
         """Returns plans by which outputs are agreed on that are numbers of different kinds in one branch and in another."""
         plans: list[_Waves] = []
         for graph in graphs:
             facts, _ = self._facts_in(op, graph)
-            unknown = [x for x, old in zip(graph.outputs, op.outputs, strict=True) if isinstance(self._facts.of(old), Unknown)]
+            unknown = [graph.outputs[place] for place in asked]
             numbers = [x for x in unknown if isinstance(facts.of(x), Partial)]
             if any(not isinstance(facts.of(x), Partial | Replicate) or not x.shape.is_fully_defined() for x in unknown):
                 return []
@@ -128,18 +129,18 @@ class Opening:
         for waves in itertools.zip_longest(*plans, fillvalue=list[Want]()):
             wants = [(number, want) for number, wave in enumerate(waves) for want in wave]
 
-            def numbers(own: int, copy: _Copy, wants: list[tuple[int, Want]] = wants) -> list[tf.Tensor]:
-                return [x for number, want in wants for x in _numbers_of(want, copy if number == own else None)]
+            different = {(number, want.tensor.name, want.place == OUTPUT): (number, want) for number, want in wants}
 
-            makers = [functools.partial(numbers, number) for number in range(len(graphs))]
+            makers = [functools.partial(_numbers_in, number, list(different.values())) for number in range(len(graphs))]
             found = self._selected(op, op.inputs[0], makers, graphs, reads)
             if any(isinstance(self._facts.of(x), Unknown) for x in found):
                 return None
             self._redistribution.agree([x for x in found if isinstance(self._facts.of(x), Partial)], f"agree/{label}")
             agreed = (x if (whole := self._redistribution.found(x)) is None else whole for x in found)
+            sizes = {key: 1 + _is_over_some_rows(want) for key, (_, want) in different.items()}
+            known = {key: tuple(itertools.islice(agreed, size)) for key, size in sizes.items()}
             for number, want in wants:
-                total = next(agreed)
-                reads[number][want.op.name, want.place] = (total, next(agreed)) if _is_over_some_rows(want) else (total,)
+                reads[number][want.op.name, want.place] = known[number, want.tensor.name, want.place == OUTPUT]
         return reads
 
     def _flattened(self, op: tf.Operation, graphs: Sequence[tf.Graph], label: str) -> tf.Operation | None:
@@ -186,8 +187,12 @@ class Opening:
         """Returns what the one of `makers` that `selector` selects makes of a copy of its branch of `op`."""
         chosen = choices or [{}] * len(graphs)
         given = list(op.inputs)[1:]
-        copies = [functools.partial(_copied, *one, given) for one in zip(graphs, reads, chosen, strict=True)]
-        branches = [functools.partial(make, copy) for make, copy in zip(makers, copies, strict=True)]
+
+        def branch(number: int) -> Callable[[], list[tf.Tensor]]:
+            graph, of_branch = graphs[number], (reads[number], chosen[number])
+            return lambda: makers[number](functools.partial(_copied, graph, *of_branch, _given(graph, given)))
+
+        branches = list(map(branch, range(len(graphs))))
         self._program.trust(selector)
         return self._redistribution.make(lambda: _select(selector, branches))
 
@@ -195,6 +200,11 @@ class Opening:
 def _is_over_some_rows(want: Want) -> bool:
     """Whether it is a mean whose sum and whose number of rows are agreed on."""
     return want.place == OUTPUT and want.becomes == Partial(How.MEAN)
+
+
+def _numbers_in(own: int, wants: Sequence[tuple[int, Want]], copy: _Copy) -> list[tf.Tensor]:
+    """Returns what is agreed on for `wants`, in the branch number `own`."""
+    return [x for number, want in wants for x in _numbers_of(want, copy if number == own else None)]
 
 
 def _numbers_of(want: Want, copy: _Copy | None) -> list[tf.Tensor]:
@@ -209,18 +219,21 @@ def _numbers_of(want: Want, copy: _Copy | None) -> list[tf.Tensor]:
     return [total, tf.cast(tf.size(x), dtype) / shape.num_elements()]
 
 
+def _given(graph: tf.Graph, inputs: Sequence[tf.Tensor]) -> dict[str, tf.Tensor]:
+    return {x.name: outside for x, outside in zip(graph.inputs, inputs, strict=True)}
+
+
 def _select(selector: tf.Tensor, branches: Sequence[Callable[[], list[tf.Tensor]]]) -> list[tf.Tensor]:
     return tf.cond(selector, *branches) if selector.dtype.is_bool else tf.switch_case(selector, list(branches))
 
 
 def _copied(
-    graph: tf.Graph, reads: _Reads, chosen: Mapping[str, int], given: Sequence[tf.Tensor], wanted: Sequence[tf.Tensor]
+    graph: tf.Graph, reads: _Reads, chosen: Mapping[str, int], known: dict[str, tf.Tensor], wanted: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Returns copies, in the graph that is being built, of `wanted`, of a branch that is `given` its inputs; of a branching that
-    is `chosen`, by its name, of that branch alone."""
-    known = {x.name: outside for x, outside in zip(graph.inputs, given, strict=True)}
+    """Returns copies, in the graph that is being built, of `wanted`, of a branch; of a branching that is `chosen`, by its name,
+    of that branch alone. `known` says what tensors of the branch are here, by name; what is copied is added."""
     needed = tape.ancestors(list(wanted), graph.get_operations(), by_control=False)
-    for op in (one for one in graph.get_operations() if one in needed and one.type != "Placeholder"):
+    for op in (one for one in graph.get_operations() if one in needed and one.outputs[0].name not in known):
         if op.type not in tape.BRANCHES:
             tape.copy_all([op], known, {key: new for key, (new, *_) in reads.items()})
             if (op.name, OUTPUT) in reads:
@@ -228,7 +241,7 @@ def _copied(
                 known[op.outputs[0].name] = total / number[0] if number else total
             continue
         selector, *inputs = [known[x.name] for x in op.inputs]
-        arms = [functools.partial(_copied, arm, {}, {}, inputs, arm.outputs) for arm in tape.traced_branches(op)]
+        arms = [functools.partial(_copied, arm, {}, {}, _given(arm, inputs), arm.outputs) for arm in tape.traced_branches(op)]
         made = arms[chosen[op.name]]() if op.name in chosen else _select(selector, arms)
         known.update((x.name, new) for x, new in zip(op.outputs, made, strict=True))
     return [known[x.name] for x in wanted]

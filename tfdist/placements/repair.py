@@ -83,7 +83,7 @@ class Repair:
             for wants in waves:
                 self._mend(wants, label, tensor)
             tensor = self._remaking.now(tensor)
-            opened = [self._open(op, label, may_gather) for op in self._facts.reasons_of(tensor)]
+            opened = [self._open(op, tensor, label, may_gather) for op in self._facts.reasons_of(tensor)]
             tensor = self._remaking.now(tensor)
             if not any(waves) and not any(opened) or not isinstance(self._facts.of(tensor), Unknown):
                 break
@@ -91,10 +91,10 @@ class Repair:
             self._given_up.update(lost)
         return self._facts.of(tensor)
 
-    def _open(self, op: tf.Operation, label: str, is_asked_for: bool) -> bool:
+    def _open(self, op: tf.Operation, target: tf.Tensor, label: str, is_asked_for: bool) -> bool:
         goes_back = any(isinstance(x, Unknown) and x.why is Why.GOES_BACK for x in map(self._facts.of, op.outputs))
         with self._working():
-            return (is_asked_for or goes_back) and self._program.attachment(Opening).opened(op, label)
+            return (is_asked_for or goes_back) and self._program.attachment(Opening).opened(op, target, label)
 
     def _know_outside(self, tensor: tf.Tensor, label: str) -> None:
         """Mends what a branch has captured, and what makes `tensor` unknown in it, where that was made."""
