@@ -196,11 +196,7 @@ def with_inputs(operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Oper
     return _again(operation, inputs, operation.graph)
 
 
-def copy_all(
-    operations: Sequence[tf.Operation],
-    known: dict[str, tf.Tensor],
-    reads: Mapping[tuple[str, int], tf.Tensor] = MappingProxyType({}),
-) -> None:
+def copy_all(operations: Sequence[tf.Operation], known: dict[str, tf.Tensor], reads: Reads = MappingProxyType({})) -> None:
     """Makes operations of another graph, in the order in which they were made, a second time in the graph that is being built.
 
     `known` says what tensors of their graph are here, by name; what is copied is added. `reads` says what an operation, by name,

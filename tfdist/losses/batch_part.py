@@ -37,8 +37,8 @@ class BatchPart(abc.ABC):
             # Weights that a model computes get the gradient that they have on one device: an all-reduce carries it.
             return self.totals([], [tf.reduce_sum(weights)])[0]
         dtype = wide(values).dtype
-        if mask is None:
-            return tf.stop_gradient(self.totals([tf.cast(tf.size(values), dtype)], [])[0])  # in a branch none can be sent
+        if mask is None:  # numbers of losses have no derivative; out of a branch none could be sent back
+            return tf.stop_gradient(self.totals([tf.cast(tf.size(values), dtype)], [])[0])
         sizes = [tf.cast(tf.size(x), dtype) for x in (values, mask)]
         elements, maskable, valid = self.totals(sizes, [tf.reduce_sum(tf.cast(mask, dtype))])
         return tf.stop_gradient(elements * tf.math.divide_no_nan(valid, maskable))

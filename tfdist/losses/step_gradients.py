@@ -123,9 +123,8 @@ def _declare(program: RankProgram, found: Any, sources: Any, how: Callable[[int]
     facts: Any = here.attachment(kind)
     for place, (grad, source) in enumerate(zip(tf.nest.flatten(found), tf.nest.flatten(sources), strict=True)):
         variable = _strategys_variable(source)
-        is_traced = tf.is_symbolic_tensor(source)
-        made_by = program.that_made(source) if is_traced else program if program.is_eager and tf.is_tensor(source) else None
-        made_by = made_by if variable is None else None
+        is_tensor = variable is None and (tf.is_symbolic_tensor(source) or program.is_eager and tf.is_tensor(source))
+        made_by = None if not is_tensor else program if program.is_eager else program.that_made(source)
         placement = Replicate() if made_by is None else made_by.attachment(kind).of(source)
         if not isinstance(placement, Replicate | Shard):
             continue
