@@ -167,12 +167,14 @@ def _gradient(
         try:
             return original(self, targets, sources, seeds, unconnected_gradients)
         except (AttributeError, LookupError) as error:
-            if program is None or not any(one.has_sent and one.is_recorded for one in program.root.selections.values()):
+            selections = () if program is None else program.root.selections.values()
+            is_of_branch = "No gradient defined" in str(error) or "Tensor.graph is undefined" in str(error)
+            if not is_of_branch or not any(one.has_sent and one.is_recorded for one in selections):
                 raise
             raise errors.not_implemented(
                 "A tape goes back through a branch (`tf.cond`) in which the ranks have sent something, such as gradients of "
                 "weights, the statistics of a synchronized BatchNormalization, or the sum of a Keras loss's weights.",
-                fix="Compute it before the branch, and choose in that; or open the tape there, with the optimizer's step.",
+                fix="Compute it before the branch, and choose in that; or open the tape in it, with the optimizer's step.",
             ) from error
 
     program = rank_program()

@@ -61,8 +61,8 @@ class Opening:
             flat = self._flattened(op, graphs, label)
             return flat is not None and self.opened(flat, self._remaking.now(target), label)
         plans = plans if any(plans) else self._plans_of_outputs(op, graphs, asked)
-        reads = self._agreed(op, graphs, plans, label)
-        if not any(plans) or reads is None:
+        reads = self._agreed(op, graphs, plans, label) if any(plans) else None
+        if reads is None:
             return False
         makers = [lambda copy, graph=graph: copy(graph.outputs) for graph in graphs]
         self._replace(op, self._selected(op, op.inputs[0], makers, graphs, reads))
@@ -77,7 +77,7 @@ class Opening:
     def _can_be_made_again(self, graph: tf.Graph) -> bool:
         """Whether a branch is pure, and nothing is known of it but what its operations say."""
         program = self._program.of_traced(graph)
-        says_nothing = program is None or not program.attachment(Facts).declared
+        says_nothing = program is None or program.attachment(Facts).declared.keys() <= {x.name for x in graph.inputs}
         return says_nothing and all(map(self._is_pure, graph.get_operations()))
 
     def _is_pure(self, op: tf.Operation) -> bool:
@@ -104,9 +104,8 @@ class Opening:
         for x in targets:
             found, lost = plan.of(x, may_gather=False)
             wants = list(itertools.chain(*found))
-            is_mean = [want.place == OUTPUT and want.op.type == "Mean" for want in wants]
-            can = [x.place != OUTPUT or mean for x, mean in zip(wants, is_mean, strict=True)]
-            if lost or not all(can) or not all(want.tensor.shape.is_fully_defined() for want in wants):
+            are_numbers = all(want.place != OUTPUT or want.op.type == "Mean" for want in wants)
+            if lost or not are_numbers or not all(want.tensor.shape.is_fully_defined() for want in wants):
                 return None
             waves = [one + other for one, other in itertools.zip_longest(waves, found, fillvalue=list[Want]())]
         return waves
@@ -128,9 +127,7 @@ class Opening:
         reads: list[_Reads] = [{} for _ in graphs]
         for waves in itertools.zip_longest(*plans, fillvalue=list[Want]()):
             wants = [(number, want) for number, wave in enumerate(waves) for want in wave]
-
             different = {(number, want.tensor.name, want.place == OUTPUT): (number, want) for number, want in wants}
-
             makers = [functools.partial(_numbers_in, number, list(different.values())) for number in range(len(graphs))]
             found = self._selected(op, op.inputs[0], makers, graphs, reads)
             if any(isinstance(self._facts.of(x), Unknown) for x in found):
@@ -232,10 +229,11 @@ def _copied(
 ) -> list[tf.Tensor]:
     """Returns copies, in the graph that is being built, of `wanted`, of a branch; of a branching that is `chosen`, by its name,
     of that branch alone. `known` says what tensors of the branch are here, by name; what is copied is added."""
+    inputs_of = {key: new for key, (new, *_) in reads.items()}
     needed = tape.ancestors(list(wanted), graph.get_operations(), by_control=False)
     for op in (one for one in graph.get_operations() if one in needed and one.outputs[0].name not in known):
         if op.type not in tape.BRANCHES:
-            tape.copy_all([op], known, {key: new for key, (new, *_) in reads.items()})
+            tape.copy_all([op], known, inputs_of)
             if (op.name, OUTPUT) in reads:
                 total, *number = reads[op.name, OUTPUT]
                 known[op.outputs[0].name] = total / number[0] if number else total

@@ -78,7 +78,8 @@ class Repair:
         self._know_outside(tensor, label)
         for settle in self._program.before_collective:  # what reads gradients is to read sums of them
             settle()
-        for _ in range(_MOST_PLANS):
+        plans = 0
+        while plans < _MOST_PLANS:
             waves, lost = self._plan.of(tensor, may_gather)
             for wants in waves:
                 self._mend(wants, label, tensor)
@@ -87,6 +88,7 @@ class Repair:
             tensor = self._remaking.now(tensor)
             if not any(waves) and not any(opened) or not isinstance(self._facts.of(tensor), Unknown):
                 break
+            plans += not any(opened)  # of the branches that one asks for there is an end
         if may_gather:
             self._given_up.update(lost)
         return self._facts.of(tensor)
