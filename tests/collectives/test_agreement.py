@@ -29,10 +29,11 @@ class Store(Coordination):
             self._shared.setdefault(key, value)
             self._written.notify_all()
 
-    def poll(self, key, seconds):
+    def get(self, key, timeout_seconds, writer=None):
         with self._written:
-            self._written.wait_for(lambda: key in self._shared, seconds)
-            return self._shared.get(key)
+            if not self._written.wait_for(lambda: key in self._shared, timeout_seconds):
+                raise TimeoutError(key)
+            return self._shared[key]
 
 
 def compare(programs, timeout_seconds=10.0, ranks_per_worker=1):

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.runtime import read_cluster
-from tfdist.runtime.tf_config import devices_per_worker_setting
+from tfdist.runtime.tf_config import number_setting
 
 HOSTS = ["a:1", "b:2", "c:3"]
 
@@ -125,14 +125,14 @@ def test_the_stock_resolver_gets_our_errors(monkeypatch):
 @pytest.mark.parametrize(("text", "number"), [("", None), (" 2 ", 2)])
 def test_devices_per_worker(monkeypatch, text, number):
     monkeypatch.setenv("TFDIST_DEVICES_PER_WORKER", text)
-    assert devices_per_worker_setting() == number
+    assert number_setting("TFDIST_DEVICES_PER_WORKER") == number
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two"])
 def test_bad_devices_per_worker(monkeypatch, text):
     monkeypatch.setenv("TFDIST_DEVICES_PER_WORKER", text)
     with pytest.raises(ValueError, match="TFDIST_DEVICES_PER_WORKER must be a positive integer"):
-        devices_per_worker_setting()
+        number_setting("TFDIST_DEVICES_PER_WORKER")
 
 
 def test_what_is_written_is_read(monkeypatch):

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.mesh.device_mesh import canonical
 from tfdist.mesh.logical_gpus import split_gpu_as_asked
-from tfdist.runtime.tf_config import devices_per_worker_setting, logical_gpus_setting
+from tfdist.runtime.tf_config import number_setting
 from tfdist.runtime.threads import share_cores
 
 
@@ -67,7 +67,7 @@ def worker_devices() -> tuple[str, int]:
     if gpus:
         return "GPU", sum(_parts_of(gpu) for gpu in gpus)
     cpu = tf.config.list_physical_devices("CPU")[0]
-    asked = devices_per_worker_setting()
+    asked = number_setting("TFDIST_DEVICES_PER_WORKER")
     if asked is not None and not tf.config.get_logical_device_configuration(cpu):
         use_logical_cpus(asked)
     return "CPU", _parts_of(cpu)
@@ -126,7 +126,8 @@ def uses_physical_gpus(devices: Sequence[str]) -> bool:
     It does not initialise TensorFlow: a worker's server must start first. Where the launcher splits the cards
     (`--logical-gpus`), workers may share one, so that none counts as whole.
     """
-    if logical_gpus_setting() or any(tf.DeviceSpec.from_string(device).device_type != "GPU" for device in devices):
+    are_gpus = all(tf.DeviceSpec.from_string(device).device_type == "GPU" for device in devices)
+    if number_setting("TFDIST_LOGICAL_GPUS") or not are_gpus:
         return False
     return all(_parts_of(card) == 1 for card in tf.config.get_visible_devices("GPU"))
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.runtime.gpu_memory import gpu_memory
-from tfdist.runtime.tf_config import logical_gpus_setting
+from tfdist.runtime.tf_config import number_setting
 
 _MIB = 1 << 20  # TensorFlow's unit of a memory limit
 _LEAST_PART = 64 * _MIB
@@ -74,10 +74,10 @@ def split_gpu_as_asked() -> None:
 
     Workers that share a card have equal parts of it, whichever starts first.
     """
-    asked = logical_gpus_setting()
-    if asked is None:
+    number = number_setting("TFDIST_LOGICAL_GPUS")
+    if number is None:
         return
-    (number, workers), memory = asked, None
+    workers, memory = number_setting("TFDIST_WORKERS_PER_GPU") or 1, None
     if workers > 1 and tf.config.list_physical_devices("GPU"):
         _, total = gpu_memory(0)
         memory = _usable(total, workers) // (number * workers)

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import tensorflow as tf
@@ -24,7 +24,9 @@ from tensorflow.python.framework import errors_impl, random_seed
 
 from tfdist import errors
 from tfdist.runtime.cluster import Cluster, Task
-from tfdist.runtime.comparisons import Difference
+
+# Returns the words for how the value of worker `index` differs from this worker's; "" if it does not.
+Difference = Callable[[int, Any], str]
 
 # TensorFlow's service has heartbeats of its own, at whose end it breaks collectives off, in words that name nobody. The failure
 # watch is to be first.
@@ -144,13 +146,6 @@ class Coordination:
         with contextlib.suppress(tf.errors.AlreadyExistsError):
             context.context().set_config_key_value(f"{self._prefix}/{key}", value)
 
-    def poll(self, key: str, seconds: float) -> str | None:
-        """Returns the value of `key`, None when nobody has written it within `seconds`."""
-        try:
-            return context.context().get_config_key_value(f"{self._prefix}/{key}", max(1, int(1000 * seconds)))
-        except tf.errors.DeadlineExceededError:
-            return None
-
     def get(self, key: str, timeout_seconds: float, writer: int | None = None) -> str:
         """Returns the value of `key`, which worker `writer` writes, waiting for it.
 
@@ -159,22 +154,20 @@ class Coordination:
         """
         end = time.monotonic() + timeout_seconds
         while (left := end - time.monotonic()) > 0:
-            value = self.poll(key, min(left, _POLL_SECONDS))
-            if value is not None:
-                return value
+            with contextlib.suppress(tf.errors.DeadlineExceededError):
+                milliseconds = max(1, int(1000 * min(left, _POLL_SECONDS)))
+                return context.context().get_config_key_value(f"{self._prefix}/{key}", milliseconds)
             self._watch.check(writer)
         raise TimeoutError(f"{key!r} was not written within {timeout_seconds:g} s")
 
-    def all_gather(self, key: str, value: Any, timeout_seconds: float) -> list[Any]:
-        """Gives every worker the `value` of every worker, in worker order: what JSON can carry.
+    def all_gather(self, key: str, value: Any, timeout_seconds: float, workers: Sequence[int] | None = None) -> list[Any]:
+        """Gives every worker the `value` of every worker, or of `workers`, in worker order: what JSON can carry.
 
         Raises:
             NoAnswerError: it names the workers that have not called it with `key` within `timeout_seconds`.
         """
         self.put(f"{key}/{self.cluster.worker_index}", json.dumps(value))
-        return self._values(key, range(self.cluster.num_workers), timeout_seconds)
-
-    def _values(self, key: str, workers: Iterable[int], timeout_seconds: float) -> list[Any]:
+        workers = range(self.cluster.num_workers) if workers is None else workers
         end = time.monotonic() + timeout_seconds
         values = {}
         for index in workers:
@@ -198,13 +191,11 @@ class Coordination:
         Raises:
             RuntimeError: another worker is at a point of another kind, or does not come: the workers run different programs.
         """
-        here = self.cluster.worker_index
         key = f"meeting/{self.meetings}"
-        self.put(f"{key}/{here}", json.dumps([what, value]))
         self.meetings += 1
         self.waits_at = _pointed(what, value)
         try:
-            answers = self._values(key, [0] if with_chief_only else range(self.cluster.num_workers), timeout_seconds)
+            answers = self.all_gather(key, [what, value], timeout_seconds, [0] if with_chief_only else None)
         except NoAnswerError as error:
             self.fail(
                 f"{self.cluster.task} is at a point where all workers must meet, {_pointed(what, value)}, but there was {error}.",

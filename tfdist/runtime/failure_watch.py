@@ -23,6 +23,7 @@ is heard of is asked by TensorFlow's server, whose threads need no interpreter: 
 from __future__ import annotations
 
 import atexit
+import collections
 import os
 import sys
 import threading
@@ -35,7 +36,6 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.runtime import coordination
 from tfdist.runtime.cluster import Cluster
-from tfdist.runtime.comparisons import Comparisons, Difference
 from tfdist.runtime.failure import Failure, end_process
 from tfdist.runtime.first_line import first_line, is_of_python
 from tfdist.runtime.interrupts import Interrupts
@@ -61,6 +61,8 @@ _INTERRUPT_SECONDS = 3.0
 _INTERRUPTED_EXIT_CODE = 130
 # Who waits for another worker outside of steps looks up this often at least.
 _AWAITED_SECONDS = 5.0
+# Values whose counterparts never come, since another worker has read less far ahead, are forgotten at last.
+_MOST_COMPARED = 4096
 # A collective that fails is followed by a word of the one whose fault it is, within this time.
 _CAUSE_SECONDS = 15.0
 
@@ -90,7 +92,7 @@ class FailureWatch:
         self._beat_seconds = min(_BEAT_SECONDS, peer_timeout_seconds / 5)
         self._peers = Peers()
         self._beats: dict[int, Word] = {}  # the last word of each other worker about itself
-        self._comparisons = Comparisons(cluster.num_workers - 1)
+        self._compared: collections.OrderedDict[str, coordination.Difference] = collections.OrderedDict()
         self._ended: dict[int, float] = {}  # whose programs have ended, and when
         self.watched: list[Watched] = []  # strategies; all workers add theirs in the same order
         self._idle_since = time.monotonic()
@@ -151,15 +153,15 @@ class FailureWatch:
         self._raised = awaited is None
         self._learn(failure)
 
-    def compare(self, key: str, value: Any, difference: Difference) -> None:
+    def compare(self, key: str, value: Any, difference: coordination.Difference) -> None:
         """Tells the others this worker's `value`, what JSON can carry, and waits for nobody; for any thread.
 
         `difference` compares it with theirs of the same `key`; where it has words, the job ends with them.
         """
+        self._compared[key] = difference  # before it is told: of two workers one at least has its own when the other's comes
+        if len(self._compared) > _MOST_COMPARED:
+            self._compared.popitem(last=False)
         self._peers.tell({"same": [key, value]})
-        failure = self._differing(self._comparisons.add(key, difference))
-        if failure is not None:
-            self._learn(failure)
 
     # The thread
 
@@ -201,13 +203,12 @@ class FailureWatch:
         if "ended" in word:
             self._ended[index] = time.monotonic()
         if "same" in word:
-            return self._differing(self._comparisons.hear(index, *word["same"]))
+            key, value = word["same"]
+            words = self._compared[key](index, value) if key in self._compared else ""
+            return Failure(None, words, is_of_program=True) if words and not self._is_ending else None
         if "beat" in word:
             self._beats[index] = word["beat"]
         return None
-
-    def _differing(self, words: str) -> Failure | None:
-        return Failure(None, words, is_of_program=True) if words and not self._is_ending else None
 
     def _beat(self, waiting: list[tuple[float, float, Any]]) -> None:
         """Tells the others that this worker lives, and what it is doing."""

@@ -101,27 +101,14 @@ def _is_address(value: Any) -> bool:
     return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
 
 
-def logical_gpus_setting() -> tuple[int, int] | None:
-    """Returns how many logical GPUs the launcher wants each worker to have (TFDIST_LOGICAL_GPUS), and how many workers share a
-    card (TFDIST_WORKERS_PER_GPU); None when it asks for nothing.
+def number_setting(name: str) -> int | None:
+    """Returns what the launcher asks for with the variable `name`; None when it asks for nothing.
 
-    Raises:
-        ValueError: a variable is set to something other than a positive integer.
-    """
-    number = _number_setting("TFDIST_LOGICAL_GPUS")
-    return None if number is None else (number, _number_setting("TFDIST_WORKERS_PER_GPU") or 1)
-
-
-def devices_per_worker_setting() -> int | None:
-    """Returns what the launcher asks for (TFDIST_DEVICES_PER_WORKER), None when it asks for nothing.
+    TFDIST_DEVICES_PER_WORKER; TFDIST_LOGICAL_GPUS, that each worker is to have; TFDIST_WORKERS_PER_GPU, that share a card.
 
     Raises:
         ValueError: the variable is set to something other than a positive integer.
     """
-    return _number_setting("TFDIST_DEVICES_PER_WORKER")
-
-
-def _number_setting(name: str) -> int | None:
     text = os.environ.get(name, "").strip()
     if not text:
         return None
