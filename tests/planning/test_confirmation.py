@@ -5,9 +5,9 @@ import json
 
 from test_plans import GB, plans
 
-from tfdist.planning.confirmation import with_best_confirmed
 from tfdist.planning.device_memory import DeviceMemory
 from tfdist.planning.dry_run import DryRun
+from tfdist.planning.search import with_best_confirmed
 
 
 def confirmed(answers, limit=250):

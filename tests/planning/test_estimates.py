@@ -34,7 +34,7 @@ def estimates():
 def test_what_the_model_can_be_cut_in(estimates):
     assert estimates.traced.block_pattern == "block"
     assert estimates.tensor_sizes(8) == [1, 2, 4, 8]
-    assert estimates.pipeline_sizes(16) == [1, 2, 4, 8]  # nine layers: embedding, six blocks, norm, head
+    assert estimates.most_stages == 9  # layers: embedding, six blocks, norm, head
     assert estimates.tokens_per_example == 32
     # Forward and backward: 6 for each parameter of a product and token, and attention's products.
     products = CONFIG.parameters - CONFIG.vocabulary_size * CONFIG.width
@@ -84,4 +84,4 @@ def test_a_model_without_blocks():
 
     estimates = Estimates(trace(build), 8, from_sheet("h100"), 8)
     assert estimates.traced.block_pattern is None and estimates.tokens_per_example == 1
-    assert estimates.tensor_sizes(4) == [1] and estimates.pipeline_sizes(4) == [1, 2]
+    assert estimates.tensor_sizes(4) == [1] and estimates.most_stages == 2

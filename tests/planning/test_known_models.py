@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 
-from tfdist.planning.decoder import decoder_builder, decoder_model
+from tfdist.planning.decoder import decoder_builder
 from tfdist.planning.known_models import KNOWN_MODELS, known_model
 
 SMALL = {"num_layers": 2, "width": 12, "head_size": 4, "mlp_width": 20, "vocabulary_size": 31, "max_sequence_length": 9}
@@ -41,7 +41,7 @@ def test_the_keras_model_has_them_and_computes(name):
     config = known_model(name)
     heads = {"num_heads": 4, "num_key_value_heads": {25: 4, 1: 1, 8: 2}[config.num_key_value_heads]}
     config = dataclasses.replace(config, **SMALL, **heads)
-    model = decoder_model(config, 7)
+    model = decoder_builder(config, 7)()
     assert model.count_params() == config.parameters
     assert model.get_layer("block_1").count_params() == config.block_parameters
     tokens = np.random.default_rng(0).integers(0, 31, (3, 7))

@@ -10,19 +10,19 @@ from tfdist.planning import scaling
 def test_chinchilla_itself():
     """70 billion parameters on 1.4 trillion tokens: 5.9e23 operations (Hoffmann et al. 2022, table A3: 5.76e23 for 67 B)."""
     assert scaling.optimal_tokens(70e9) == 1.4e12
-    assert math.isclose(scaling.training_flops(70e9, 1.4e12), 5.88e23)
+    assert math.isclose(scaling.training(70e9, tokens=1.4e12).flops, 5.88e23)
     assert math.isclose(scaling.optimal_parameters(5.88e23), 70e9)
 
 
 def test_gpt3():
     """Brown et al. 2020, table D.1: 3.14e23 operations for 174.6 billion parameters and 300 billion tokens."""
-    assert math.isclose(scaling.training_flops(174.6e9, 300e9), 3.14e23, rel_tol=2e-3)
+    assert math.isclose(scaling.training(174.6e9, tokens=300e9).flops, 3.14e23, rel_tol=2e-3)
 
 
 def test_what_is_optimal_uses_all_operations():
     for flops in (1e18, 2e23, 3.3e25):
         best = scaling.optimal_parameters(flops)
-        assert math.isclose(scaling.training_flops(best, scaling.optimal_tokens(best)), flops)
+        assert math.isclose(scaling.training(best, tokens=scaling.optimal_tokens(best)).flops, flops)
 
 
 def test_tokens_and_operations_are_inverse():
@@ -48,7 +48,7 @@ def test_what_it_prints():
 @pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, True, "1e9"])
 def test_numbers_that_are_none(value):
     with pytest.raises(ValueError, match="`parameters` must be a positive number"):
-        scaling.training_flops(value, 1e9)
+        scaling.training(value, tokens=1e9)
     with pytest.raises(ValueError, match="`flops` must be a positive number"):
         scaling.optimal_parameters(value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 from tfdist import errors
@@ -121,7 +122,7 @@ class Candidate:
             hosts: on how many machines the devices are; more than one take a process each.
             blocks: the regular expression of the layers to recompute.
         """
-        given = ", ".join(f"{name}={_literal(value)}" for name, value in self.settings().items())
+        given = ", ".join(f"{name}={json.dumps(value)}" for name, value in self.settings().items())
         lines = [
             f"strategy = tfdist.{'ShardedStrategy' if hosts == 1 else 'MultiWorkerShardedStrategy'}({given})",
             "with strategy.scope():",
@@ -132,15 +133,10 @@ class Candidate:
         if self.tensor > 1 and self.pipeline > 1:
             lines.append(f"    model = {self._pipelined('model')}")
         if self.recompute and self.pipeline == 1:
-            lines.append(f"    tfdist.recompute(model, {_literal(blocks)})")
+            lines.append(f"    tfdist.recompute(model, {json.dumps(blocks)})")
         return "\n".join(lines)
 
     def _pipelined(self, model: str) -> str:
-        settings = f"num_microbatches={self.microbatches}, schedule={_literal(self.schedule)}"
+        settings = f"num_microbatches={self.microbatches}, schedule={json.dumps(self.schedule)}"
         settings += f", stages_per_rank={self.stages_per_rank}" if self.stages_per_rank > 1 else ""
         return f"tfdist.PipelineModel({model}, {settings}{', recompute=True' if self.recompute else ''})"
-
-
-def _literal(value: object) -> str:
-    """Returns a value as Python, with double quotes."""
-    return f'"{value}"' if isinstance(value, str) else repr(value)

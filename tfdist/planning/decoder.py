@@ -82,8 +82,10 @@ class PositionEmbedding(keras.layers.Layer):
         return x + self.table[: x.shape[1]]
 
 
-def decoder_model(config: DecoderConfig, sequence_length: int | None = None) -> keras.Model:
-    """Returns the model of `config`: tokens (batch, sequence) to logits (batch, sequence, vocabulary), not compiled.
+def decoder_builder(config: DecoderConfig, sequence_length: int | None = None) -> Callable[[], keras.Model]:
+    """Returns a `build` for `tfdist.plan`: the model of `config`, compiled with AdamW and the loss of next tokens.
+
+    It takes tokens (batch, sequence) to logits (batch, sequence, vocabulary).
 
     Args:
         config: one of `known_models.KNOWN_MODELS`, or of your own.
@@ -92,38 +94,6 @@ def decoder_model(config: DecoderConfig, sequence_length: int | None = None) -> 
     Raises:
         ValueError: `sequence_length` is not a positive integer, or longer than the table of positions.
     """
-    length = _length(config, sequence_length)
-    tokens = keras.Input((length,), dtype="int32", name="tokens")
-    embedding = (keras.layers.ReversibleEmbedding if config.is_tied else keras.layers.Embedding)(
-        config.vocabulary_size, config.width, name="embedding"
-    )
-    x = embedding(tokens)
-    if config.has_positions:
-        x = PositionEmbedding(config.max_sequence_length, name="positions")(x)
-    for index in range(config.num_layers):
-        x = DecoderBlock(config, name=f"block_{index}")(x)
-    x = _norm(config, "norm")(x)
-    if config.is_tied:
-        logits = embedding(x, reverse=True)
-    else:
-        logits = keras.layers.Dense(config.vocabulary_size, use_bias=False, name="head")(x)
-    return keras.Model(tokens, logits, name=config.name.replace("-", "_"))
-
-
-def decoder_builder(config: DecoderConfig, sequence_length: int | None = None) -> Callable[[], keras.Model]:
-    """Returns a `build` for `tfdist.plan`: the model of the same arguments, compiled with AdamW and the loss of next tokens."""
-    length = _length(config, sequence_length)
-
-    def build() -> keras.Model:
-        model = decoder_model(config, length)
-        model.compile(optimizer="adamw", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        return model
-
-    return build
-
-
-def _length(config: DecoderConfig, sequence_length: int | None) -> int:
-    """Returns the tokens of an example. Raises ValueError when the model of `config` takes none of so many."""
     length = config.max_sequence_length if sequence_length is None else sequence_length
     errors.check_integer("sequence_length", length, 1)
     if config.has_positions and length > config.max_sequence_length:
@@ -131,7 +101,27 @@ def _length(config: DecoderConfig, sequence_length: int | None) -> int:
             f"`sequence_length` must be at most {config.max_sequence_length}: {config.name} has a vector for each position.",
             sequence_length=length,
         )
-    return length
+
+    def build() -> keras.Model:
+        tokens = keras.Input((length,), dtype="int32", name="tokens")
+        embedding = (keras.layers.ReversibleEmbedding if config.is_tied else keras.layers.Embedding)(
+            config.vocabulary_size, config.width, name="embedding"
+        )
+        x = embedding(tokens)
+        if config.has_positions:
+            x = PositionEmbedding(config.max_sequence_length, name="positions")(x)
+        for index in range(config.num_layers):
+            x = DecoderBlock(config, name=f"block_{index}")(x)
+        x = _norm(config, "norm")(x)
+        if config.is_tied:
+            logits = embedding(x, reverse=True)
+        else:
+            logits = keras.layers.Dense(config.vocabulary_size, use_bias=False, name="head")(x)
+        model = keras.Model(tokens, logits, name=config.name.replace("-", "_"))
+        model.compile(optimizer="adamw", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    return build
 
 
 def _norm(config: DecoderConfig, name: str) -> keras.layers.Layer:

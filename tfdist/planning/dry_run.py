@@ -20,7 +20,6 @@ from tfdist.planning.memory import in_step
 from tfdist.planning.operations import tensor_bytes
 from tfdist.planning.rank_trace import Job, RankTrace, trace_rank
 from tfdist.planning.sent_bytes import sent_of
-from tfdist.planning.step_memory import StepMemory
 from tfdist.tables import size_text
 
 # What gathers layers, carries gradients and passes between stages is made in scopes with the names of the plan's labels.
@@ -129,4 +128,4 @@ def memory_of_trace(alone: RankTrace, *, on_gpu: bool = False) -> tuple[DeviceMe
     held = DeviceMemory(
         alone.state.parameter_bytes + alone.state.exact_bytes, alone.state.gradient_bytes, alone.state.optimizer_bytes
     )
-    return in_step(held, StepMemory(int(live[fullest]), messages), given, on_gpu), sweep.unknown
+    return in_step(held, int(live[fullest]), messages, given, on_gpu), sweep.unknown

@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist import temporary
 from tfdist.graphs import tape
 from tfdist.planning.operations import tensor_bytes
 from tfdist.sharding import layers_within
@@ -108,11 +109,7 @@ def calls_noted(layers: Sequence[keras.Layer]) -> Iterator[list[LayerCall]]:
     with contextlib.ExitStack() as before:
         inner = [one for layer in layers for one in layers_within(layer)[1:] if one.weights]
         for layer in {id(one): one for one in (*layers, *inner)}.values():
-            if "call" in vars(layer):
-                before.callback(setattr, layer, "call", layer.call)
-            else:
-                before.callback(delattr, layer, "call")
-            layer.call = functools.partial(called, layer, layer.call)
+            before.enter_context(temporary.attributes(layer, call=functools.partial(called, layer, layer.call)))
         yield noted
 
 

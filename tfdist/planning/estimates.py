@@ -18,8 +18,6 @@ from tfdist.planning.step_time import Step, StepTime, step_time
 from tfdist.planning.traced_model import TracedModel
 from tfdist.planning.work import Seconds, work_of
 from tfdist.sharding import ShardingConfig
-from tfdist.tensor_plans import SuggestedPlan
-from tfdist.tensor_plans.suggest import suggest_plan_of
 
 _DEFAULTS = ShardingConfig()
 
@@ -49,7 +47,8 @@ class Estimates:
     def step(self, candidate: Candidate) -> Step:
         """Returns what a replica computes and sends."""
         rows = self.batch_size // candidate.data // candidate.microbatches
-        plan = self.tensor_plan(candidate.tensor)
+        shardings = self.traced.layouts.shardings(candidate.tensor)
+        moved = self.traced.layouts.moved_bytes(candidate.tensor, 1, 1, 0)
         seconds = self._seconds(rows, candidate.tensor)
         costs = seconds.forward + seconds.backward
         stages = self.traced.calls_of_stages(candidate.stages)
@@ -65,21 +64,20 @@ class Estimates:
             parameter_bytes=size,
             parameters=elements,
             messages=messages,
-            tensor_bytes=rows * plan.moved_bytes if plan is not None else 0.0,
+            tensor_bytes=rows * sum(moved),
             # Of a pair of layers one forward and one backward, of any other two.
-            tensor_messages=sum(2 - one.is_paired for one in plan.shardings if one.moved_bytes) if plan is not None else 0,
+            tensor_messages=sum(2 - one.is_paired for one, size in zip(shardings, moved, strict=True) if size),
             border_bytes=max((self.traced.output_bytes(stage[-1], rows) for stage in stages[:-1] if stage), default=0),
             recomputed=(1.0 if whole_stages else blocks / forward if forward else 0.0) if candidate.recompute else 0.0,
         )
 
     def tensor_sizes(self, most: int) -> list[int]:
-        """Returns over how many tensor ranks the model can be sharded: divisors of `most` for which a plan saves something."""
-        plans = {size: self.tensor_plan(size) for size in divisors(most)}
-        return [size for size, plan in plans.items() if size == 1 or plan is not None and plan.saved_bytes > 0]
-
-    def pipeline_sizes(self, most: int) -> list[int]:
-        """Returns how many stages the model can be cut in, among the divisors of `most`."""
-        return [size for size in divisors(most) if size <= self.most_stages]
+        """Returns over how many tensor ranks the model can be sharded: divisors of `most` over which a layer is worth it."""
+        try:
+            return [size for size in divisors(most) if size == 1 or self.traced.layouts.shardings(size)]
+        except ValueError as error:
+            self.assumed.append(f"No tensor ranks: {error}")
+            return [1]
 
     @property
     def most_stages(self) -> int:
@@ -87,17 +85,6 @@ class Estimates:
         model = self.traced.model
         is_graph = isinstance(model, keras.Sequential) or hasattr(model, "_nodes_by_depth")
         return max(len(self.traced.calls) - 1, 1) if is_graph else 1
-
-    @functools.cache  # noqa: B019  as long as the model
-    def tensor_plan(self, size: int) -> SuggestedPlan | None:
-        """Returns what `tfdist.suggest_plan` says for so many tensor ranks and one example; None for one, or if it cannot."""
-        if size == 1:
-            return None
-        try:
-            return suggest_plan_of(self.traced.model, self.traced.layouts.graph, size)
-        except ValueError as error:
-            self.assumed.append(f"No tensor ranks: {error}")
-            return None
 
     @functools.cached_property
     def flops_per_example(self) -> float:

@@ -113,8 +113,9 @@ def _reads(traced: TracedModel, recompute: bool) -> Iterator[tuple[int, str, flo
     operations = trace.graph.get_operations()
     numbers = {operation.name: number for number, operation in enumerate(operations)}
     for place, call in enumerate(trace.calls):
-        source = _traced_like(trace.calls, place)
-        renamed = {} if source is call else _renamed(source, call)
+        source = call.stands_for or call
+        pairs = zip(source.layer.variables, call.layer.variables, strict=True) if call.stands_for else ()
+        renamed = {theirs.path: own.path for theirs, own in pairs}
         stop = trace.calls[trace.calls.index(source) + 1].start if source is not trace.calls[-1] else trace.forward
         again, begins = _computed_again(operations, source, numbers) if place in recomputed else (set(), math.inf)
         reading = [operation for operation in operations[source.start : stop] if operation.type == "ReadVariableOp"]
@@ -139,22 +140,3 @@ def _computed_again(
             used = [numbers[reader.name] for reader in readers if tape.is_backward(reader)]
             read.update({one: min(used)} if used else {})
     return tape.ancestors(list(read), region, by_control=False), min(read.values(), default=math.inf)
-
-
-def _traced_like(calls: Sequence[LayerCall], place: int) -> LayerCall:
-    """Returns the call itself if it was traced, else the next equal one that was: the first may be the model's first layer."""
-    call = calls[place]
-    if call.stands_for is None or call.layer is None:
-        return call
-    shapes = [tuple(variable.shape) for variable in call.layer.variables]
-    for other in calls[place + 1 :]:
-        is_traced = other.stands_for is None and other.layer is not None and type(other.layer) is type(call.layer)
-        if is_traced and [tuple(variable.shape) for variable in other.layer.variables] == shapes:
-            return other
-    return call.stands_for
-
-
-def _renamed(source: LayerCall, call: LayerCall) -> dict[str, str]:
-    assert source.layer is not None and call.layer is not None
-    pairs = zip(source.layer.variables, call.layer.variables, strict=True)
-    return {theirs.path: own.path for theirs, own in pairs}

@@ -36,10 +36,10 @@ class ModelLayouts:
 
     @functools.cache  # noqa: B019  as long as the model
     def shardings(self, tensor: int) -> tuple[LayerSharding, ...]:
-        """Returns how layers are sharded over so many ranks.
+        """Returns how layers are sharded over so many ranks, those that are worth it.
 
         Raises:
-            ValueError: the model is sharded already, or none of its layers can be.
+            ValueError: the model is sharded already, or none of its layers can be, over any number of ranks.
         """
         if tensor == 1:
             return ()
@@ -49,34 +49,33 @@ class ModelLayouts:
                 model=self._model.name,
                 fix="Plan the same model of Keras layers.",
             )
-        found = tuple(suggested_shardings(self.graph, tensor))
-        if not found:
-            raise errors.value_error(
-                "No layer of the model can be sharded over so many tensor ranks.", model=self._model.name, tensor=tensor
-            )
-        return found
+        if not self.graph.layers:
+            raise errors.value_error("`model` must hold a layer that can be sharded, such as a Dense.", model=self._model.name)
+        return tuple(suggested_shardings(self.graph, tensor))
 
     @functools.cache  # noqa: B019  as long as the model
     def axes(self, tensor: int) -> dict[str, int]:
-        """Returns the axis of each weight, by path, that is sharded over so many ranks."""
+        """Returns the axis of each weight, by path, that is sharded over so many ranks. Raises ValueError when there is none."""
+        if not self.shardings(tensor):
+            expected = "No layer of the model can be sharded over so many tensor ranks."
+            raise errors.value_error(expected, model=self._model.name, tensor=tensor)
         pairs = [pair for one in self.shardings(tensor) for pair in sharded_weights(one.layer, one.role, tensor)]
         return {variable.path: axis for variable, axis in pairs if axis is not None}
 
     @functools.cache  # noqa: B019  as long as the model
-    def moved_bytes(self, tensor: int, pipeline: int, stages_per_rank: int, pipe: int) -> float:
-        """Returns the bytes that the sharded layers of rank `pipe` of a pipeline send over so many tensor ranks in a step, of one
+    def moved_bytes(self, tensor: int, pipeline: int, stages_per_rank: int, pipe: int) -> list[float]:
+        """Returns the bytes that each sharded layer of rank `pipe` of a pipeline sends over so many tensor ranks in a step, of an
         example of a replica."""
-        moved = 0.0
-        uses = {id(known.layer): known.uses for known in self.graph.layers}
+        moved = []
         owners = self.owners(pipeline, stages_per_rank) if pipeline > 1 else {}
         for one in self.shardings(tensor):
             ranks = owners.get(one.layer.variables[0].path, (pipe,))
             mine = [place for place, rank in enumerate(ranks) if rank == pipe]
-            own = list(uses[id(one.layer)])
+            own = next(list(known.uses) for known in self.graph.layers if known.layer is one.layer)
             if len(ranks) == len(own):  # a layer that several stages call, such as a tied table
                 own = [own[place] for place in mine]
             units = sum(moved_units(one, use) for use in own) if mine else 0.0
-            moved += units * dtype_bytes(one.layer.compute_dtype) * (tensor - 1) / tensor
+            moved.append(units * dtype_bytes(one.layer.compute_dtype) * (tensor - 1) / tensor)
         return moved
 
     @functools.cache  # noqa: B019  as long as the model

@@ -11,7 +11,7 @@ from tfdist.optimizers.ownership import balanced_owners
 from tfdist.planning.candidate import Candidate
 from tfdist.planning.device_memory import DeviceMemory
 from tfdist.planning.parts import Part, parts_at
-from tfdist.planning.step_memory import StepMemory, step_memory
+from tfdist.planning.step_memory import step_memory
 from tfdist.planning.traced_model import TracedModel
 from tfdist.sharding import Shard, placements_of, travels_exactly
 
@@ -47,23 +47,25 @@ def memory_of(traced: TracedModel, candidate: Candidate, batch_size: int, *, on_
         )
     microbatch = math.ceil(math.ceil(batch_size / candidate.data) / candidate.microbatches)
     given = traced.input_bytes(math.ceil(batch_size / candidate.data))
-    states = enumerate(_states(traced, _of_state(candidate)))
-    found = [in_step(state, step_memory(traced, candidate, microbatch, pipe), given, on_gpu) for pipe, state in states]
+    states = [state_of(traced, _of_state(candidate), pipe) for pipe in range(candidate.pipeline)]
+    steps = [step_memory(traced, candidate, microbatch, pipe) for pipe in range(candidate.pipeline)]
+    found = [in_step(state, *step, given, on_gpu) for state, step in zip(states, steps, strict=True)]
     return max(found, key=lambda memory: memory.together)
 
 
-def in_step(state: DeviceMemory, step: StepMemory, given: int, on_gpu: bool) -> DeviceMemory:
+def in_step(state: DeviceMemory, peak: int, buffers: int, given: int, on_gpu: bool) -> DeviceMemory:
     """Returns state and step in one: what is full when a step's gradients are not, is not counted twice.
 
     Args:
         state: the model state of the device.
-        step: what its graph keeps.
+        peak: bytes that its graph keeps, when they are most.
+        buffers: of messages and of what is gathered, among them.
         given: bytes of a batch.
         on_gpu: whether it is a GPU, which holds besides the temporary tensors of the updates, and the next batches.
     """
     besides = round(_TEMPORARY * state.optimizer) + _BATCHES_AHEAD * given if on_gpu else 0
-    activations = max(step.peak + given + besides - state.gradients - step.buffers, 0)
-    return dataclasses.replace(state, activations=activations, buffers=step.buffers)
+    activations = max(peak + given + besides - state.gradients - buffers, 0)
+    return dataclasses.replace(state, activations=activations, buffers=buffers)
 
 
 def _of_state(candidate: Candidate) -> Candidate:
@@ -72,12 +74,7 @@ def _of_state(candidate: Candidate) -> Candidate:
     return dataclasses.replace(candidate, gradient_compression=None, schedule=schedule, microbatches=1, recompute=False)
 
 
-@functools.lru_cache(maxsize=1024)
-def _states(traced: TracedModel, candidate: Candidate) -> list[DeviceMemory]:
-    """Returns `state_of` each rank of the pipeline."""
-    return [state_of(traced, candidate, pipe) for pipe in range(candidate.pipeline)]
-
-
+@functools.lru_cache(maxsize=4096)
 def state_of(traced: TracedModel, candidate: Candidate, pipe: int = 0) -> DeviceMemory:
     """Returns the model state of the fullest replica's device at rank `pipe` of the pipeline, as `tfdist.memory_report` does."""
     placements = placements_of(candidate.zero_stage)

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import errors
+from tfdist import errors, temporary
 from tfdist.optimizers.support import is_elementwise
 from tfdist.planning.weightless import weightless
 
@@ -48,15 +48,12 @@ def slots_of(model: keras.Model, made: keras.optimizers.Optimizer) -> tuple[Slot
             references[id(variable)] = places[id(reference_variable)]
         return variable
 
-    inner.add_variable_from_reference = noted
     try:
-        with weightless():
+        with weightless(), temporary.attributes(inner, add_variable_from_reference=noted):
             made.build(model.trainable_variables)
     except Exception as error:  # whatever an optimizer raises
         expected = f"`optimizer` cannot be built for the model: {type(error).__name__}: {error}"
         raise errors.value_error(expected, optimizer=type(made).__name__, model=model.name) from error
-    finally:
-        del inner.add_variable_from_reference
     return tuple(
         Slot(tuple(map(int, variable.shape)), tf.as_dtype(variable.dtype), references.get(id(variable)))
         for variable in made.variables

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import math
 import re
 import threading
@@ -240,19 +241,10 @@ def trained_by(function: Any) -> keras.Model | None:
 
 
 def _reached(value: Any) -> Iterator[Any]:
-    if isinstance(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, types.MethodType):
-        yield from (value.__self__, value.__func__)
-    elif isinstance(value, list | tuple):
-        yield from value
-    elif isinstance(value, dict):
-        yield from value.values()
+    if isinstance(value, functools.partial | types.MethodType | types.CellType | list | tuple | dict):
+        yield from gc.get_referents(value)
     elif isinstance(value, types.FunctionType):
-        yield getattr(value, "__wrapped__", None)
-        for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # it is empty
-                yield cell.cell_contents
+        yield from (getattr(value, "__wrapped__", None), value.__closure__)
         if value.__module__ and value.__module__.partition(".")[0] not in _LIBRARIES:
             yield from (value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__)
     else:

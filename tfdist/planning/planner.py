@@ -13,7 +13,6 @@ import keras
 
 from tfdist import errors
 from tfdist.compression import compressor_of
-from tfdist.planning.confirmation import with_best_confirmed
 from tfdist.planning.data_sheets import from_sheet
 from tfdist.planning.dry_run import dry_run_of
 from tfdist.planning.estimates import Estimates
@@ -22,7 +21,7 @@ from tfdist.planning.memory import memory_of
 from tfdist.planning.plans import Plans
 from tfdist.planning.rank_trace import Job
 from tfdist.planning.scaling import Training, training
-from tfdist.planning.search import Choices, Estimated, search
+from tfdist.planning.search import Choices, Estimated, divisors, search, with_best_confirmed
 from tfdist.planning.sizes import bytes_of, count_of
 from tfdist.planning.traced_model import trace
 from tfdist.sharding import ShardingConfig
@@ -120,7 +119,7 @@ def plan(
         batch_size=batch_size,
         zero_stages=zero_stages,
         tensor_sizes=estimates.tensor_sizes(devices // hosts),
-        pipeline_sizes=estimates.pipeline_sizes(devices),
+        pipeline_sizes=divisors(devices),
         recompute=traced.block_pattern is not None,
         sharding_group_sizes=(devices // hosts,) if hosts > 1 else (),
         gradient_compressions=gradient_compressions,

@@ -16,6 +16,7 @@ from tfdist.pipeline import PipelineModel
 from tfdist.planning.candidate import Candidate
 from tfdist.planning.one_rank import OneRankStrategy
 from tfdist.planning.optimizer_slots import new_optimizer
+from tfdist.planning.step_trace import generic_loss
 from tfdist.planning.traced_model import TracedModel
 from tfdist.planning.weightless import names_are_free_again, weightless, weightless_model
 from tfdist.profiling import memory_report
@@ -132,12 +133,6 @@ def spread(model: keras.Model, candidate: Candidate, blocks: str) -> keras.Model
 def _compile(model: keras.Model, optimizer: Any, targets: Any) -> None:
     """Compiles the model as it is compiled already, but for the optimizer, if one is given."""
     if not model.compiled:
-        model.compile(new_optimizer(optimizer or "adam"), tf.nest.map_structure(_loss, targets))
+        model.compile(new_optimizer(optimizer or "adam"), tf.nest.map_structure(generic_loss, targets))
     elif optimizer is not None:
         model.compile(**{**model._compile_config.config, "optimizer": new_optimizer(optimizer)})
-
-
-def _loss(target: tf.TensorSpec | None) -> Any:
-    if target is None:
-        return None
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True) if target.dtype.is_integer else "mse"

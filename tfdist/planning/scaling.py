@@ -19,21 +19,6 @@ TOKENS_PER_PARAMETER = 20
 _SECONDS_PER_DAY = 24 * 3600
 
 
-def training_flops(parameters: float, tokens: float, *, attention_flops_per_token: float = 0.0) -> float:
-    """Returns the floating-point operations of a training: 6 N D, and those of attention.
-
-    Args:
-        parameters: N.
-        tokens: D, all that are seen, repeated ones too.
-        attention_flops_per_token: 12 L h s of forward and backward; 0 leaves them out, as it is usually done.
-
-    Raises:
-        ValueError: a number is not positive.
-    """
-    _check_positive(parameters=parameters, tokens=tokens)
-    return (6.0 * parameters + attention_flops_per_token) * tokens
-
-
 def optimal_tokens(parameters: float) -> float:
     """Returns how many tokens are optimal for so many parameters: 20 each. Raises ValueError when they are not positive."""
     _check_positive(parameters=parameters)
@@ -70,16 +55,12 @@ class Training:
     flops: float
     days: float | None = None
 
-    @property
-    def tokens_per_parameter(self) -> float:
-        return self.tokens / self.parameters
-
     def __str__(self) -> str:
         best, optimal = optimal_parameters(self.flops), optimal_tokens(self.parameters)
         lines = [
             f"{count_text(self.parameters)} parameters, {count_text(self.tokens)} tokens: {self.flops:.3g} FLOPs"
             + (f", {_time_text(self.days)}" if self.days is not None else ""),
-            f"{self.tokens_per_parameter:.3g} tokens for each parameter; {TOKENS_PER_PARAMETER} are optimal (Chinchilla): "
+            f"{self.tokens / self.parameters:.3g} tokens for each parameter; {TOKENS_PER_PARAMETER} are optimal (Chinchilla): "
             f"{count_text(optimal)}",
             f"optimal for {self.flops:.3g} FLOPs: {count_text(best)} parameters, {count_text(optimal_tokens(best))} tokens",
         ]
@@ -98,9 +79,9 @@ def training(
 
     Args:
         parameters: N.
-        tokens: D; None where `flops` are given, or for the optimal number.
+        tokens: D, all that are seen, repeated ones too; None where `flops` are given, or for the optimal number.
         flops: the operations that there are.
-        attention_flops_per_token: 12 L h s.
+        attention_flops_per_token: 12 L h s of forward and backward; 0 leaves them out, as it is usually done.
         flops_per_second: of all devices together, as they are used; None: no time is told.
 
     Raises:
@@ -108,16 +89,13 @@ def training(
     """
     if tokens is not None and flops is not None:
         raise errors.value_error("`tokens` or `flops` must be None: one follows from the other.", tokens=tokens, flops=flops)
-    if flops is not None:
-        _check_positive(parameters=parameters, flops=flops)
-        tokens = flops / (6.0 * parameters + attention_flops_per_token)
-    elif tokens is None:
-        tokens = optimal_tokens(parameters)
-    total = training_flops(parameters, tokens, attention_flops_per_token=attention_flops_per_token)
-    if flops_per_second is None:
-        return Training(parameters, tokens, total)
-    _check_positive(flops_per_second=flops_per_second)
-    return Training(parameters, tokens, total, total / flops_per_second / _SECONDS_PER_DAY)
+    given = {"tokens": tokens, "flops": flops, "flops_per_second": flops_per_second}
+    _check_positive(parameters=parameters, **{name: value for name, value in given.items() if value is not None})
+    per_token = 6.0 * parameters + attention_flops_per_token
+    if tokens is None:
+        tokens = optimal_tokens(parameters) if flops is None else flops / per_token
+    total = per_token * tokens
+    return Training(parameters, tokens, total, total / flops_per_second / _SECONDS_PER_DAY if flops_per_second else None)
 
 
 def count_text(count: float) -> str:

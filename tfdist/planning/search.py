@@ -18,6 +18,8 @@ SCHEDULES = ("1f1b", "gpipe", "zero_bubble", "interleaved")
 _MICROBATCHES_PER_STAGE = 8
 # Planned times that differ by less than this part are alike: they are not exact to it.
 _ALIKE = 0.05
+# After so many plans that a dry run has refuted the next one stands unconfirmed.
+_TRIES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +174,23 @@ def ranked(found: Sequence[Estimated]) -> list[Estimated]:
         first = min(alike, key=_means)
         order = [first, *(one for one in order if one is not first)]
     return order
+
+
+def with_best_confirmed(
+    found: Sequence[Estimated], run: Callable[[Candidate, float], DryRun], tell: Callable[[str], object]
+) -> list[Estimated]:
+    """Returns the plans, the best of which a dry run has confirmed: what one refutes is not among those that fit any more.
+
+    `run` makes the dry run of a candidate, for devices of so many bytes; `tell` is given a line for each.
+    """
+    plans = list(found)
+    for _ in range(_TRIES):
+        best = plans[0]
+        if not best.fits or best.dry_run is not None:
+            break
+        tell(f"confirming {best.candidate.name()} by a dry run")
+        plans = ranked([dataclasses.replace(best, dry_run=run(best.candidate, best.limit)), *plans[1:]])
+    return plans
 
 
 def _means(one: Estimated) -> tuple[int, ...]:

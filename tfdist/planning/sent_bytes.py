@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from collections.abc import Sequence
 
-import tensorflow as tf
-
 from tfdist.compression import Compressor, compressor_of
+from tfdist.pipeline.stages.costs import bytes_per_example
 from tfdist.planning.candidate import Candidate
 from tfdist.planning.gathers import gathers_of
 from tfdist.planning.parts import Part, parts_at
@@ -50,7 +48,7 @@ def sent_of(
     sizes = candidate.tensor, candidate.pipeline, candidate.stages_per_rank
     return {
         "data": _over_data(traced, candidate, pipe, config) if candidate.data > 1 else 0.0,
-        "tensor": traced.layouts.moved_bytes(*sizes, pipe) * rows if candidate.tensor > 1 else 0.0,
+        "tensor": sum(traced.layouts.moved_bytes(*sizes, pipe)) * rows if candidate.tensor > 1 else 0.0,
         "pipe": _over_pipe(traced, candidate, rows, pipe) if candidate.pipeline > 1 else 0.0,
     }
 
@@ -113,9 +111,7 @@ def _over_pipe(traced: TracedModel, candidate: Candidate, rows: int, pipe: int) 
     staged = traced.layouts.staged(candidate.stages)
     sent = 0.0
     for stage in staged.stages[:-1]:
-        sizes = [math.prod(size or 1 for size in x.shape[1:]) * tf.as_dtype(x.dtype).size for x in stage.stage_outputs]
-        passing = sum(sizes) * rows
         here, there = stage.index % candidate.pipeline, (stage.index + 1) % candidate.pipeline
         if here != there:
-            sent += passing * (here == pipe) + passing * (there == pipe)
+            sent += bytes_per_example(stage.stage_outputs) * rows * ((here == pipe) + (there == pipe))
     return sent + _FLOAT * 2 * (candidate.pipeline - 1) / candidate.pipeline

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
@@ -19,21 +18,12 @@ from tfdist.sharding import Shard, ShardingConfig, placements_of
 _DEFAULTS = ShardingConfig()
 
 
-@dataclasses.dataclass(frozen=True)
-class StepMemory:
-    """Bytes of a step.
+def step_memory(traced: TracedModel, candidate: Candidate, microbatch: int, pipe: int) -> tuple[int, int]:
+    """Returns what a step holds on the devices at rank `pipe` of a pipeline, with `microbatch` examples at a time.
 
-    Attributes:
-        peak: of gradients, activations and buffers together, when they are most.
-        buffers: of messages and of what is gathered, among them.
+    That is the bytes of gradients, activations and buffers together, when they are most, and of the buffers among them: of
+    messages and of what is gathered.
     """
-
-    peak: int
-    buffers: int
-
-
-def step_memory(traced: TracedModel, candidate: Candidate, microbatch: int, pipe: int) -> StepMemory:
-    """Returns what a step holds on the devices at rank `pipe` of a pipeline, with `microbatch` examples at a time."""
     profile = traced.profile(microbatch, candidate.tensor, is_one_graph=candidate.pipeline == 1)
     if candidate.pipeline > 1:
         return _of_stages(traced, candidate, profile, pipe)
@@ -44,7 +34,7 @@ def step_memory(traced: TracedModel, candidate: Candidate, microbatch: int, pipe
         buffers = _gathered(traced, profile, tensor, candidate.recompute) if is_gathered else _messages(traced, profile, tensor)
     together = live + _gradients(traced, candidate, profile) + buffers
     fullest = int(np.argmax(together))
-    return StepMemory(int(together[fullest]), int(buffers[fullest]))
+    return int(together[fullest]), int(buffers[fullest])
 
 
 def _gradients(traced: TracedModel, candidate: Candidate, profile: StepProfile) -> np.ndarray:
@@ -137,7 +127,7 @@ def _window(profile: StepProfile, calls: Sequence[int]) -> tuple[int, int, int, 
     return int(first.min()), int(last.max()), min(int(begin.min()), latest), min(int(end.max()), latest)
 
 
-def _of_stages(traced: TracedModel, candidate: Candidate, profile: StepProfile, pipe: int) -> StepMemory:
+def _of_stages(traced: TracedModel, candidate: Candidate, profile: StepProfile, pipe: int) -> tuple[int, int]:
     """Returns what a rank of a pipeline holds: what its stages keep of each microbatch that is under way, the gradients of one
     that are not added up yet, and their sums, which are whole until the last microbatch is through."""
     calls = traced.calls_of_stages(candidate.stages)
@@ -159,8 +149,8 @@ def _of_stages(traced: TracedModel, candidate: Candidate, profile: StepProfile, 
     if candidate.data > 1 and candidate.zero_stage < 3:
         after = max((2 * sum(part.bytes for part in bucket) for bucket in rank.buckets), default=0)
     if activations + during >= after:
-        return StepMemory(activations + gradients + during, during)
-    return StepMemory(gradients + after, after)
+        return activations + gradients + during, during
+    return gradients + after, after
 
 
 @functools.lru_cache(maxsize=4096)

@@ -112,17 +112,13 @@ def _inputs(model: keras.Model, batch_size: int, sequence_length: int | None) ->
         shapes = [tuple(x.shape) for x in known]
         fix = "Give `sequence_length`, or a model whose inputs have sizes."
         raise errors.value_error("A size of the model's inputs is not known.", inputs=shapes, fix=fix)
-    structure, _ = calls[0]
-    stand_ins = {size for _, size in calls if size}
-    flat = iter(known)  # whose shapes say which axes are open
 
-    def spec(symbol: Any) -> tf.TensorSpec:
-        sizes = tuple(next(flat).shape)[1:] if known else [None if size in stand_ins else size for size in symbol.shape[1:]]
-        pairs = zip(sizes, symbol.shape[1:], strict=True)
-        filled = [(sequence_length or stand_in) if size is None else size for size, stand_in in pairs]
-        return tf.TensorSpec((batch_size, *filled), symbol.dtype)
+    def spec(symbol: Any, other: Any) -> tf.TensorSpec:  # of two calls, which differ in the sizes of axes that are open
+        pairs = zip(symbol.shape[1:], other.shape[1:], strict=True)
+        sizes = [size if size == another else sequence_length or size for size, another in pairs]
+        return tf.TensorSpec((batch_size, *sizes), symbol.dtype)
 
-    return keras.tree.map_structure(spec, structure)
+    return keras.tree.map_structure(spec, calls[0][0], calls[-1][0])
 
 
 def _loss(model: keras.Model, args: Sequence[Any], predicted: Any, assumed: list[str]) -> tuple[tf.Tensor, Any]:
@@ -133,7 +129,7 @@ def _loss(model: keras.Model, args: Sequence[Any], predicted: Any, assumed: list
     assumed.append("The model is not compiled: its loss counts as cross-entropy of integer labels, or a mean of squares.")
     targets = tf.nest.map_structure(_generic_target, predicted)
     pairs = zip(tf.nest.flatten(targets), tf.nest.flatten(predicted), strict=True)
-    losses = [_generic_loss(target, output) for target, output in pairs if target is not None]
+    losses = [generic_loss(target)(target, output) for target, output in pairs if target is not None]
     if not losses:
         raise errors.value_error("The model has no floating outputs to train.", model=model.name)
     return tf.add_n([tf.cast(one, tf.float32) for one in (*losses, *model.losses)]), targets
@@ -143,10 +139,12 @@ def _generic_target(output: tf.Tensor) -> tf.Tensor | None:
     return _target(output, output.shape.rank > 1 and output.shape[-1] > 1) if output.dtype.is_floating else None
 
 
-def _generic_loss(target: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
-    if target.dtype.is_integer:
-        return tf.reduce_mean(keras.ops.sparse_categorical_crossentropy(target, output, from_logits=True))
-    return tf.reduce_mean(tf.math.squared_difference(output, target))
+def generic_loss(target: Any) -> keras.losses.Loss | None:
+    """Returns the loss of a model that is not compiled, by a target, a tensor or its spec; None: it has none."""
+    if target is None:
+        return None
+    is_integer = target.dtype.is_integer
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True) if is_integer else keras.losses.MeanSquaredError()
 
 
 def _targets(model: keras.Model, predicted: Any) -> Any:

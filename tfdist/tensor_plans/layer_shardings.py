@@ -37,6 +37,12 @@ class LayerSharding:
     gather_output: bool
     input_is_parallel: bool
 
+    @property
+    def is_paired(self) -> bool:
+        """Whether its output stays local up to layers sharded by row, or its input comes local from layers sharded by column."""
+        is_local = self.input_is_parallel or self.role == COLUMN and not self.gather_output
+        return is_local and not is_attention(self.layer)
+
 
 def resolve(model: keras.Model, plan: Mapping[str, str], tensor_parallel_size: int) -> list[LayerSharding]:
     """Returns how a plan shards the layers of a built model, in the order of their calls, after checking that it can be done.

@@ -73,11 +73,7 @@ def suggest_plan(model: keras.Model, tensor_parallel_size: int, *, rows: int | N
     errors.check_integer("tensor_parallel_size", tensor_parallel_size, 1)
     rows = 1 if rows is None else rows
     errors.check_integer("rows", rows, 1, fix="It is how many examples a replica gets in one step.")
-    return suggest_plan_of(model, trace_model(model), tensor_parallel_size, rows)
-
-
-def suggest_plan_of(model: keras.Model, graph: ModelGraph, tensor_parallel_size: int, rows: int = 1) -> SuggestedPlan:
-    """Returns what `suggest_plan` does of a model that is traced already; for several sizes it need not be traced again."""
+    graph = trace_model(model)
     if not graph.layers:
         raise errors.value_error("`model` must hold a layer that can be sharded, such as a Dense.", model=model.name)
     ranks = _Ranks(tensor_parallel_size)
@@ -160,12 +156,11 @@ class _Ranks:
     def describe(self, known: ShardableLayer, sharding: LayerSharding | None, examples: int) -> SuggestedSharding:
         role = REPLICATE if sharding is None else sharding.role
         units = 0 if sharding is None else sum(moved_units(sharding, use) for use in known.uses)
-        is_pair = sharding is not None and (sharding.input_is_parallel or (role == COLUMN and not sharding.gather_output))
         return SuggestedSharding(
             path=known.path,
             kind=known.kind.name,
             role=role,
-            is_paired=is_pair and not known.kind.is_attention,
+            is_paired=sharding is not None and sharding.is_paired,
             saved_bytes=saved_bytes(known.layer, role, self.tensor_parallel_size),
             moved_bytes=round(examples * self.moved_bytes(known, units)),
             reason=self.why_whole(known) if sharding is None else _what_moves(known, sharding),
