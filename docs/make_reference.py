@@ -47,15 +47,6 @@ RETURNED = (
     planning.Hardware,
 )
 
-# What programs call of the modules whose `__all__` serves tfdist's own packages too.
-FOR_PROGRAMS = {
-    "collectives": (
-        "all_gather all_reduce all_to_all broadcast choose_transport current_program gather_to_master_all_reduce "
-        "naive_master_bytes receive reduce_scatter ring_bytes send CollectivePlan CollectiveRecord NCCL RankProgram RING"
-    ).split(),
-    "compression": ["Compressor", "BFloat16", "Int8", "Int4", "TopK"],
-    "optimizers": ["elementwise"],
-}
 # Modules of functions within modules, documented too.
 WITHIN = {"collectives": ("activations",), "layers": ("regions",)}
 
@@ -165,7 +156,7 @@ def describe(name: str, member: Any, level: int) -> list[str]:
 def describe_module(name: str, module: ModuleType) -> list[str]:
     """Returns the section of a module, member by member."""
     lines = [f"## tfdist.{name}", "", *markdown(inspect.getdoc(module))]
-    for own in sorted(FOR_PROGRAMS.get(name, module.__all__), key=str.lower):
+    for own in sorted(module.__all__, key=str.lower):
         member = getattr(module, own)
         if not inspect.ismodule(member) and own not in tfdist.__all__:
             lines += describe(f"tfdist.{name}.{own}", member, 3)

@@ -29,7 +29,7 @@ from tfdist.collectives.program import RankProgram
 from tfdist.collectives.where import rank_program
 from tfdist.graphs import tape
 
-Build = Callable[[tf.Tensor, list[Callable[[], Any]]], Any]
+Build = Callable[[tf.Tensor, Sequence[Callable[[], Any]]], Any]
 
 _READ_ONLY = "_read_only_resource_inputs"  # TensorFlow's attribute of operations that call functions
 
@@ -68,7 +68,8 @@ class Selection:
 
     def build(self, functions: Sequence[Callable[[], Any]], build: Build) -> Any:
         began = len(self._graph.get_operations())
-        result = build(self._selector, [self._traced(function) for function in functions[:-1]] + [self._last(functions[-1])])
+        traced = [functools.partial(self._trace, one, place == len(functions)) for place, one in enumerate(functions, 1)]
+        result = build(self._selector, traced)
         if self._agreed is not self._selector:
             operation = next(
                 op
@@ -79,18 +80,20 @@ class Selection:
             self._root.plan.attachment(SharedResources).check(operation, self._root)
         return result
 
-    def _traced(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        def traced() -> Any:
-            graph = tf.compat.v1.get_default_graph()
-            self._branches.append(graph)
-            self._root.selections[graph] = self
-            outputs = function()
-            if (program := self.program_of(graph) if self.has_sent else self.programs.get(graph)) is not None:
-                outputs = tf.nest.map_structure(functools.partial(self._returned, program), outputs)
-                program.close(outputs)
-            return outputs
-
-        return traced
+    def _trace(self, function: Callable[[], Any], is_last: bool) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        self._branches.append(graph)
+        self._root.selections[graph] = self
+        outputs = function()
+        if (program := self.program_of(graph) if self.has_sent else self.programs.get(graph)) is not None:
+            outputs = tf.nest.map_structure(functools.partial(self._returned, program), outputs)
+            program.close(outputs)
+        if is_last and (self.programs or self._compared):
+            read = [outside for branch in self._branches for outside, _ in branch.captures if tf.is_symbolic_tensor(outside)]
+            with self._graph.as_default():
+                for settle in self._root.innermost().before_branch:
+                    settle(read)
+        return outputs
 
     def _returned(self, program: RankProgram, output: Any) -> Any:
         """Returns what stands for `output` of a branch: where that has sent something, nobody can compute it again outside."""
@@ -98,18 +101,6 @@ class Selection:
         if found is not output or not (self.has_sent and tf.is_symbolic_tensor(output) and program.exists_here(output)):
             return found
         return output if tape.tapes_watching([output]) else self._root.returned_by(program, output)
-
-    def _last(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        def traced() -> Any:
-            outputs = self._traced(function)()
-            if self.programs or self._compared:
-                read = [outside for branch in self._branches for outside, _ in branch.captures if tf.is_symbolic_tensor(outside)]
-                with self._graph.as_default():
-                    for settle in self._root.innermost().before_branch:
-                        settle(read)
-            return outputs
-
-        return traced
 
     @property
     def has_sent(self) -> bool:

@@ -19,11 +19,11 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import group_ops
 from tfdist.collectives.instance_keys import power_of_two
-from tfdist.collectives.padding import with_zeros
 from tfdist.collectives.plan import Ranks
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.results import noted
 from tfdist.collectives.where import current_program, is_built_outside
+from tfdist.compression.words import with_zeros
 from tfdist.custom_gradients import with_adjoint
 
 _REDUCE_OPS = ("sum", "mean", "max", "min")

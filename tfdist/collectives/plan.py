@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import tensorflow as tf
@@ -112,9 +112,9 @@ class CollectivePlan:
         self._agreed: dict[Ranks, list[CollectiveRecord]] = collections.defaultdict(list)
         self._position: collections.Counter[tuple[int, tuple[int, ...]]] = collections.Counter()
         self._of_kind: collections.Counter[tuple[int, tuple[Any, ...]]] = collections.Counter()
-        self._attachments: dict[type, Any] = {}
+        self._attachments: dict[Callable[..., Any], Any] = {}
 
-    def attachment(self, kind: type, *arguments: Any) -> Any:
+    def attachment(self, kind: Callable[..., Any], *arguments: Any) -> Any:
         """Returns the one `kind(*arguments)` that all local ranks of this trace share, made on first use.
 
         It may have a `check_complete`, too.

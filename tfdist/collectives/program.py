@@ -95,7 +95,7 @@ class RankProgram:
         self._is_draft = False
         self._lane = 0
         self._pieces: collections.Counter[Ranks] = collections.Counter()
-        self._branches: list[tf.Graph] = []
+        self._branch: tf.Graph | None = None  # of `cond`, that is being traced
         self._trusted: list[tf.Tensor] = []
         self._attachments: dict[Callable[[RankProgram], Any], Any] = {}
         self._constants: dict[Any, tf.Tensor] = {}
@@ -220,12 +220,9 @@ class RankProgram:
         """`tf.cond` whose branches may hold collectives: `predicate` must be the same on all ranks of every group in them."""
 
         def traced(function: Callable[[], None] | None) -> tf.Tensor:
-            self._branches.append(tf.compat.v1.get_default_graph())
-            try:
+            with temporary.attributes(self, _branch=tf.compat.v1.get_default_graph()):
                 if function is not None:
                     function()
-            finally:
-                self._branches.pop()
             return tf.constant(True)
 
         self.trust(predicate)
@@ -299,7 +296,7 @@ class RankProgram:
         inner = copy.copy(self)
         inner.outer, inner.graph = self, branch
         inner.before_collective, inner.before_branch, inner.at_close, inner.summands = [], [], [], []
-        inner._branches, inner._attachments, inner._constants = [], {}, {}
+        inner._branch, inner._attachments, inner._constants = None, {}, {}
         inner._is_marked = False
         return inner
 
@@ -347,7 +344,7 @@ class RankProgram:
         """Whether the code being traced stands where all ranks run it: not in a loop or a branch of one rank's function."""
         if self.is_eager:
             return tf.executing_eagerly()
-        return tf.compat.v1.get_default_graph() in (self.graph, *self._branches[-1:])
+        return tf.compat.v1.get_default_graph() in (self.graph, self._branch)
 
     def summand(self, x: tf.Tensor) -> tf.Tensor:
         """Returns what a rank gives a collective that the user's code calls with `x`: of a gradient, the rank's own."""

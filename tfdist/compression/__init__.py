@@ -9,4 +9,4 @@ from tfdist.compression.compressor import EXACT, Compressor, Exact
 from tfdist.compression.names import NAMES, compressor_of
 from tfdist.compression.top_k import TopK
 
-__all__ = ["EXACT", "NAMES", "BFloat16", "Compressor", "Exact", "Int4", "Int8", "TopK", "compressor_of"]
+__all__ = ["BFloat16", "Compressor", "Int4", "Int8", "TopK"]

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.compression.compressor import Compressor
-from tfdist.compression.words import joined, packed, padded, parted, unpacked
+from tfdist.compression.words import joined, packed, parted, unpacked, with_zeros
 
 _SMALLEST_SCALE = 2.0**-126
 
@@ -46,7 +46,7 @@ class _Blocks(Compressor):
 
     def encode(self, x: tf.Tensor) -> tf.Tensor:
         rows, number = x.shape[0], self._number(x.shape[1])
-        blocks = tf.reshape(padded(x, number * self.block_size), [rows, number, self.block_size])
+        blocks = tf.reshape(with_zeros(x, number * self.block_size - x.shape[1], 1), [rows, number, self.block_size])
         scales = tf.reduce_max(tf.abs(blocks), axis=2, keepdims=True) * (1 / self._most)
         scales = tf.cast(tf.cast(scales, self._scale_dtype), tf.float32)  # as they are decoded
         is_normal = scales >= _SMALLEST_SCALE  # False for NaN

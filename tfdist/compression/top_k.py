@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.compression.blocks import Int4, Int8
 from tfdist.compression.compressor import Compressor
-from tfdist.compression.words import joined, packed, padded, parted, unpacked
+from tfdist.compression.words import joined, packed, parted, unpacked, with_zeros
 
 _CHUNK = 4096
 _BLOCK = 16
@@ -65,7 +65,7 @@ class TopK(Compressor):
     def encode(self, x: tf.Tensor) -> tf.Tensor:
         rows, n = x.shape
         chunks, length, kept = self._sizes(n)
-        flat = tf.reshape(padded(x, chunks * length), [rows * chunks, length])
+        flat = tf.reshape(with_zeros(x, chunks * length - n, 1), [rows * chunks, length])
         values, places = _largest(flat, kept)
         parts = [tf.reshape(values, [rows, chunks * kept])]
         parts.append(packed(tf.cast(tf.reshape(places, [rows, chunks * kept]), tf.uint16)))
@@ -135,7 +135,7 @@ def _largest(x: tf.Tensor, kept: int) -> tuple[tf.Tensor, tf.Tensor]:
         places = tf.math.top_k(_without_nan(tf.abs(x)), kept, sorted=False).indices
         return tf.gather(x, places, batch_dims=1), tf.cast(places, tf.float32)
     number = -(-n // _BLOCK)
-    blocks = tf.reshape(padded(x, number * _BLOCK), [rows, number, _BLOCK])
+    blocks = tf.reshape(with_zeros(x, number * _BLOCK - n, 1), [rows, number, _BLOCK])
     sizes = tf.maximum(tf.reduce_max(blocks, axis=2), -tf.reduce_min(blocks, axis=2))
     # Told by the sum, because XLA's maximum passes NaN over.
     is_finite = tf.math.is_finite(tf.reduce_sum(blocks, axis=2))

@@ -13,17 +13,22 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 
-def padded(x: tf.Tensor, length: int) -> tf.Tensor:
-    """Returns `x`, (rows, n), with zeros behind its rows up to `length`. By a concatenation: no GPU pads uint16."""
-    rows, n = x.shape
-    return tf.concat([x, tf.zeros([rows, length - n], x.dtype)], 1) if length > n else x
+def with_zeros(x: tf.Tensor, missing: int | tf.Tensor, axis: int = 0) -> tf.Tensor:
+    """Returns `x` with `missing` zeros behind it along `axis`; its other dimensions are known.
+
+    `tf.pad` has no kernel for int64 and uint16 on GPUs: labels would travel to the host and back.
+    """
+    if isinstance(missing, int) and missing == 0:
+        return x
+    zeros = tf.zeros([*x.shape[:axis], missing, *x.shape[axis + 1 :]], x.dtype)
+    return tf.concat([x, zeros], axis)
 
 
 def packed(x: tf.Tensor) -> tf.Tensor:
     """Returns the bits of `x`, (rows, n) of one or two bytes each, padded to whole words: (rows, words) of float32."""
     each = 4 // x.dtype.size
     words = -(-x.shape[1] // each)
-    return tf.bitcast(tf.reshape(padded(x, words * each), [x.shape[0], words, each]), tf.float32)
+    return tf.bitcast(tf.reshape(with_zeros(x, words * each - x.shape[1], 1), [x.shape[0], words, each]), tf.float32)
 
 
 def unpacked(part: tf.Tensor, dtype: tf.DType, n: int) -> tf.Tensor:

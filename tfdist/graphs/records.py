@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import record
 from tensorflow.python.framework import ops
 
 from tfdist.graphs import tape
@@ -54,7 +53,7 @@ def record_again(op: tf.Operation) -> None:
         found = list(found) if isinstance(found, list | tuple) else [found]
         return found if len(found) == len(inputs) else [None] * len(inputs)
 
-    record.record_operation(op.type, outputs, inputs, gradient)
+    tape.record_gradient(op.type, outputs, inputs, gradient)
 
 
 def record_function(
@@ -66,4 +65,4 @@ def record_function(
         with tape.backward_scope():
             return list(gradient(*upstream))
 
-    record.record_operation(name, list(outputs), list(inputs), back)
+    tape.record_gradient(name, list(outputs), list(inputs), back)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -33,13 +33,8 @@ _RECONNECTED = "_tfdist_reconnected"  # of graphs
 _CALLS_FUNCTIONS: dict[str, bool] = {}  # types of operations, as they are met: whether they call functions
 
 stop_recording = record.stop_recording
-
-
-def record_gradient(
-    name: str, outputs: Sequence[tf.Tensor], inputs: Sequence[tf.Tensor], gradient: Callable[..., Sequence[tf.Tensor]]
-) -> None:
-    """Tells the active tapes that `outputs` come from `inputs` and that `gradient(*upstream)` is the way back."""
-    record.record_operation(name, list(outputs), list(inputs), gradient)
+# (name, outputs, inputs, gradient), lists: tells the active tapes that outputs come from inputs; `gradient(*upstream)` goes back.
+record_gradient = record.record_operation
 
 
 def handle_without_value(variable: tf.Variable) -> tf.Variable:
@@ -191,13 +186,20 @@ def traced_branches(operation: tf.Operation) -> list[tf.Graph]:
     return [getattr(operation, name) for name in names if hasattr(operation, name)]
 
 
-def with_inputs(operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
-    """Makes `operation` a second time, in its graph, with other `inputs`."""
-    return _again(operation, inputs, operation.graph)
+def with_inputs(operation: tf.Operation, inputs: Sequence[tf.Tensor], graph: tf.Graph | None = None) -> tf.Operation:
+    """Makes `operation` a second time, in its graph or in another one, with other `inputs`."""
+    attributes = {name: value for name, value in operation.node_def.attr.items() if not name.startswith("_")}
+    return (graph or operation.graph)._create_op_internal(
+        operation.type,
+        list(inputs),
+        dtypes=[output.dtype for output in operation.outputs],
+        attrs=attributes,
+        name=f"{operation.name.rpartition('/')[2]}_again",
+    )
 
 
 def copy_all(operations: Sequence[tf.Operation], known: dict[str, tf.Tensor], reads: Reads = MappingProxyType({})) -> None:
-    """Makes operations of another graph, in the order in which they were made, a second time in the graph that is being built.
+    """Makes operations, in the order in which they were made, a second time in the graph that is being built.
 
     `known` says what tensors of their graph are here, by name; what is copied is added. `reads` says what an operation, by name,
     reads here as its input of that number, whatever it reads there.
@@ -206,7 +208,7 @@ def copy_all(operations: Sequence[tf.Operation], known: dict[str, tf.Tensor], re
     for operation in operations:
         inputs = [reads.get((operation.name, place)) for place in range(len(operation.inputs))]
         inputs = [known[x.name] if new is None else new for x, new in zip(operation.inputs, inputs, strict=True)]
-        made = _again(operation, inputs, graph)
+        made = with_inputs(operation, inputs, graph)
         for output, new in zip(operation.outputs, made.outputs, strict=True):
             new.set_shape(output.shape)  # which may know more than the operation says
             known[output.name] = new
@@ -220,31 +222,6 @@ def can_be_made_again(operation: tf.Operation) -> bool:
         and not any(dtype in (tf.resource, tf.variant) for dtype in kinds)
         and not _calls_functions(operation)
         and not auto_control_deps.op_is_stateful(operation)
-    )
-
-
-def make_again(operations: Sequence[tf.Operation]) -> dict[str, tf.Tensor]:
-    """Makes operations, in the order in which they were made, a second time in their graph, the later ones of the earlier ones.
-
-    Returns the tensor that stands for each of theirs, by the name of that.
-    """
-    copies: dict[str, tf.Tensor] = {}
-    for operation in operations:
-        made = _again(operation, [copies.get(source.name, source) for source in operation.inputs], operation.graph)
-        for output, new in zip(operation.outputs, made.outputs, strict=True):
-            new.set_shape(output.shape)  # which may know more than the operation says
-            copies[output.name] = new
-    return copies
-
-
-def _again(operation: tf.Operation, inputs: Sequence[tf.Tensor], graph: tf.Graph) -> tf.Operation:
-    attributes = {name: value for name, value in operation.node_def.attr.items() if not name.startswith("_")}
-    return graph._create_op_internal(  # noqa: SLF001
-        operation.type,
-        list(inputs),
-        dtypes=[output.dtype for output in operation.outputs],
-        attrs=attributes,
-        name=f"{operation.name.rpartition('/')[2]}_again",
     )
 
 

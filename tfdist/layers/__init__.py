@@ -39,10 +39,4 @@ __all__ = [
     "VocabParallelEmbedding",
     "VocabParallelReversibleEmbedding",
     "recompute",
-    "sharded_tensors",
-    "empty_batches",
-    "normalization",
-    "randomness",
-    "regions",
-    "statistics",
 ]

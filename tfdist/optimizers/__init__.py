@@ -4,4 +4,4 @@ from tfdist.optimizers.global_norm import clip_by_global_norm, global_norm
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.support import elementwise
 
-__all__ = ["clip_by_global_norm", "elementwise", "global_norm", "owner_of"]
+__all__ = ["elementwise"]

@@ -23,7 +23,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
-from tfdist.collectives.padding import with_zeros
+from tfdist.compression.words import with_zeros
 from tfdist.graphs import tape
 from tfdist.placements import table
 from tfdist.placements.facts import Facts

@@ -115,7 +115,8 @@ class Recomputation:
             with self._program.outermost(), tape.stop_recording(), tape.backward_scope("recompute"):
                 with tf.control_dependencies(before):
                     gate = tf.no_op()
-                copies = tape.make_again(region.operations)
+                copies = {x.name: x for operation in region.operations for x in operation.inputs}
+                tape.copy_all(region.operations, copies)
             made = tape.operations_since(began)[1:]
             tape.run_all_after(made, [gate])
             region.repetitions.append(Repetition(began, gate, made, copies))

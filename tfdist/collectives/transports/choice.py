@@ -14,7 +14,7 @@ from tfdist.collectives.transports.kernels import NCCL, RING
 from tfdist.collectives.transports.transport import Transport
 from tfdist.mesh import uses_physical_gpus
 
-RING_BETWEEN_WORKERS = Chunked(RING, chunk_bytes=2 * 2**20)
+RING_BETWEEN_WORKERS = Chunked(chunk_bytes=2 * 2**20)
 
 
 def choose_transport(devices: Sequence[str], implementation: str = "AUTO", is_multi_worker: bool = False) -> Transport:

@@ -1,4 +1,4 @@
-"""Large tensors in pieces, several of them on their way at once: a transport around another.
+"""Large tensors in pieces, several of them on their way at once: TensorFlow's ring, called for each.
 
 Between two processes gRPC carries pieces of some MiB more than twice as fast as tens of MiB. And while a piece is unpacked and
 the next one is asked for, others keep the link busy: one at a time uses 70 to 75 % of a link of 1 Gbit/s, four at once 90 %
@@ -19,52 +19,41 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives.communicator import Communicator
-from tfdist.collectives.plan import Ranks, TensorLike
+from tfdist.collectives.plan import Ranks
 from tfdist.collectives.program import RankProgram
-from tfdist.collectives.transports.kernels import Kernels
-from tfdist.collectives.transports.transport import Transport
+from tfdist.collectives.transports.kernels import RING, Ring
 
 LANES = 4
 
 
-class Chunked(Transport):
-    """Gives `inner` at most about `chunk_bytes` that a rank sends to a peer in a message, and some messages at once.
+class Chunked(Ring):
+    """Gives `RING` at most about `chunk_bytes` that a rank sends to a peer in a message, and some messages at once.
 
     Broadcasts, and what has a size that is known at run time only, stay whole, and come one after the other.
     """
 
-    def __init__(self, inner: Kernels, chunk_bytes: int):
-        self.inner = inner
+    def __init__(self, chunk_bytes: int):
         self.chunk_bytes = chunk_bytes
-        self.hint = inner.hint
-        self.messages = inner.messages
-
-    def exchanges(self, communicator: Communicator, ranks: Ranks) -> bool:
-        return self.inner.exchanges(communicator, ranks)
 
     def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, reduce_op: str) -> tf.Tensor:
         # Of a ring all-reduce one in N of the elements travels at once.
         pieces = self._pieces(program, x, [-1], ranks, label, hops=len(ranks))
-        return _joined([self.inner.all_reduce(program, part, ranks, own, reduce_op) for own, part in pieces], 0, x.shape)
+        return _joined([RING.all_reduce(program, part, ranks, own, reduce_op) for own, part in pieces], 0, x.shape)
 
     def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         pieces = self._pieces(program, x, [-1], ranks, label)
-        moved = [self.inner.all_gather(program, part, ranks, own) for own, part in pieces]
+        moved = [RING.all_gather(program, part, ranks, own) for own, part in pieces]
         if len(moved) == 1:
             return moved[0]
         return _joined([tf.reshape(one, [len(ranks), -1]) for one in moved], 1, [len(ranks) * x.shape[0], *x.shape[1:]])
 
     def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         pieces = self._pieces(program, x, [len(ranks), -1], ranks, label)
-        return _joined([self.inner.all_to_all(program, part, ranks, own) for own, part in pieces], 1, x.shape)
+        return _joined([RING.all_to_all(program, part, ranks, own) for own, part in pieces], 1, x.shape)
 
     def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         pieces = self._pieces(program, x, [len(ranks), -1], ranks, label)
-        return _joined([self.inner.reduce_scatter(program, part, ranks, own, dtype) for own, part in pieces], 0, x.shape[1:])
-
-    def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
-        return self.inner.broadcast(program, x, ranks, source, op, label)
+        return _joined([RING.reduce_scatter(program, part, ranks, own, dtype) for own, part in pieces], 0, x.shape[1:])
 
     def _pieces(
         self, program: RankProgram, x: tf.Tensor, shape: list[int], ranks: Ranks, label: str, hops: int = 1
