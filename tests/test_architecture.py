@@ -96,6 +96,7 @@ PRIVATE = {
     "data/iterator.py",
     "data/kept_functions.py",
     "keras_hooks/metrics.py",
+    "keras_hooks/optimizers.py",
     "keras_hooks/tensorflow.py",
     "layers/checkpoint_names.py",
     "layers/recomputed.py",

@@ -93,7 +93,7 @@ def plain_errors() -> Iterator[None]:
 
 
 def _of_length(message: str) -> str | None:
-    """Returns what `parts.of_known_length` has to say, from the `message` of TensorFlow's error; None: it is another error."""
+    """Returns what `parts.times_as_long` has to say, from the `message` of TensorFlow's error; None: it is another error."""
     found = re.search(r"Input dataset was expected to contain (\d+) elements but contained (only|at least) (\d+)", message)
     if found is None:
         return None

@@ -27,7 +27,10 @@ def number_of_batches(dataset: tf.data.Dataset) -> int:
 
 
 def times_as_long(made: tf.data.Dataset, dataset: tf.data.Dataset, times: int = 1) -> tf.data.Dataset:
-    """Returns `made`, which has so many elements for each of `dataset`, with its length, where that of `dataset` is known."""
+    """Returns `made`, which has so many elements for each of `dataset`, with its length, where that of `dataset` is known.
+
+    It raises while it is read when it has fewer or more. So does `times_as_long(dataset, dataset)`.
+    """
     length = tf.get_static_value(dataset.cardinality())
     if length is None or length == UNKNOWN:
         return made
@@ -40,12 +43,6 @@ def with_spec(dataset: tf.data.Dataset, element_spec: Any) -> tf.data.Dataset:
     return same.with_options(dataset.options())
 
 
-def of_known_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns `dataset`; if it says how many batches it has, it raises while it is read when it has fewer or more."""
-    num_batches = number_of_batches(dataset)
-    return dataset if num_batches < 0 else dataset.apply(tf.data.experimental.assert_cardinality(num_batches))
-
-
 def repeated(dataset: tf.data.Dataset, times: int) -> tf.data.Dataset:
     """Returns a dataset with each element of `dataset` so many times: for the ranks of one copy of the model."""
     if not isinstance(dataset, tf.data.Dataset):
@@ -53,12 +50,9 @@ def repeated(dataset: tf.data.Dataset, times: int) -> tf.data.Dataset:
     if times == 1:
         return dataset
 
-    def again(*element: Any) -> tf.data.Dataset:
-        if type(dataset.element_spec) is not tuple:  # a tuple, and nothing else, comes as several arguments
-            (element,) = element
-        return tf.data.Dataset.from_tensors(element).repeat(times)
-
-    return times_as_long(dataset.flat_map(again), dataset, times)
+    one = tf.data.Dataset.zip((dataset,))  # a tuple, too, comes as one argument
+    again = one.flat_map(lambda element: tf.data.Dataset.from_tensors(element).repeat(times))
+    return times_as_long(again, dataset, times)
 
 
 def description(dataset: tf.data.Dataset) -> str:
@@ -103,7 +97,7 @@ def as_long_as_others(
     steps = longest(number if number < 0 else -(-number // devices) for number in numbers)  # each device gets a batch a step
     if steps == UNKNOWN:
         return (of_any_rows(dataset), steps, ends) if len(numbers) > 1 or devices > 1 else (dataset, steps, None)
-    dataset = of_known_length(dataset)
+    dataset = times_as_long(dataset, dataset)
     if any(number != steps * devices for number in numbers) and num_unknown_sizes(dataset.element_spec):
         return of_any_rows(dataset), steps, ends  # a batch without rows has the sizes of another worker's, which are told
     if len(set(numbers)) == len(set(specs)) == 1 and (steps == ENDLESS or numbers[0] == steps * devices):

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tfdist.keras_hooks.table import replaces
-from tfdist.optimizers.after_update import overwrite_with_averages
-from tfdist.optimizers.application import apply, decay_weights
+from tfdist.optimizers.application import apply
 from tfdist.optimizers.late_scope import move_to_variables
 from tfdist.optimizers.loss_scaling import apply_unscaled, scale_loss
 from tfdist.optimizers.outside_ranks import in_scope_of, stands_outside_ranks, step_of_all_ranks
@@ -112,7 +112,7 @@ def _apply_gradients(original: Callable[..., Any], self: Any, grads_and_vars: An
 @replaces(_TF_OPTIMIZER, "_apply_weight_decay")
 def _apply_weight_decay(original: Callable[..., None], self: Any, variables: Any) -> None:
     """Keras decays the whole variables; a rank decays what it steps on."""
-    (original if _config(self) is None else decay_weights)(self, variables)
+    (original if _config(self) is None else BaseOptimizer._apply_weight_decay)(self, variables)
 
 
 @replaces(_TF_OPTIMIZER, "_backend_update_step")
@@ -129,7 +129,8 @@ def _backend_update_step(
 @replaces(_TF_OPTIMIZER, "_overwrite_model_variables_with_average_value")
 def _overwrite_with_average(original: Callable[..., None], self: Any, trainable_variables: Any) -> None:
     """Keras copies each rank's average into its weight; weights and averages may be sharded differently."""
-    (original if _config(self) is None else overwrite_with_averages)(self, trainable_variables)
+    function = original if _config(self) is None else BaseOptimizer._overwrite_model_variables_with_average_value
+    function(self, trainable_variables)
 
 
 @replaces("keras.callbacks.SwapEMAWeights", "_tf_swap_variables")

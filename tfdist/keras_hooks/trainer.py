@@ -15,7 +15,6 @@ from tfdist.checkpoint import tfdist_strategy
 from tfdist.data import EpochIterator, FitData
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, is_users, replaces
 from tfdist.layers import layer_strategy, sharded_tensors
-from tfdist.metrics import updates
 from tfdist.metrics.adoption import adopt
 from tfdist.optimizers.late_scope import move_optimizer
 from tfdist.optimizers.support import check_variables, describe
@@ -88,14 +87,8 @@ def _check_compiled(model: Any, strategy: tf.distribute.Strategy) -> None:
 def _make_predict_function(original: Callable[..., Any], self: Any, force: bool = False) -> Any:
     """Under a strategy with a pipeline only a `PipelineModel` predicts; `compile` may come before a model is wrapped in one, and
     KerasHub's tasks compile themselves."""
-    _check_is_pipelined(self)
+    check_is_pipelined(self)
     return original(self, force)
-
-
-def _check_is_pipelined(model: Any) -> None:
-    strategy = model._distribute_strategy
-    if config_of(strategy) is not None:
-        check_is_pipelined(model, strategy.mesh)
 
 
 @replaces(TENSORFLOW_TRAINER, "_maybe_symbolic_build")
@@ -103,7 +96,7 @@ def _maybe_symbolic_build(original: Callable[..., None], self: Any, iterator: An
     """Keras reads and averages the ranks' first batches only to learn their shape: that fails for uneven batches and strings, and
     moves a shuffled dataset on. It calls the model on symbols, which a model may not bear. Under a strategy with a pipeline only
     a `PipelineModel` trains and evaluates."""
-    _check_is_pipelined(self)
+    check_is_pipelined(self)
     is_fit = iterator is not None and tfdist_strategy(self) is not None
     with FitData.noted(self, iterator) if is_fit else contextlib.nullcontext():
         _build_on_symbols(original, self, iterator, data_batch)
@@ -205,8 +198,4 @@ def _compute_metrics(original: Callable[..., Any], self: Any, x: Any, y: Any, y_
     """Metrics must see whole predictions, also of a layer that leaves its output sharded over the tensor axis."""
     # Without metrics nothing is gathered: a compiled model has its own mean of the loss, which sees no predictions.
     whole = sharded_tensors.all_whole(y_pred) if self._compile_metrics is not None else y_pred
-    if not updates.has_one_slice():
-        return original(self, x, y, whole, sample_weight)
-    if self._compile_metrics is not None:
-        self._compile_metrics.update_state(y, whole, sample_weight=sample_weight)
-    return {}
+    return original(self, x, y, whole, sample_weight)

@@ -67,11 +67,12 @@ def copy_to(x: tf.Tensor, label: str = "copy_to") -> tf.Tensor:
     if program is None:
         return x
     x = tf.convert_to_tensor(x)
-    entered = program.attachment(_Entered)
-    copy = entered.find(x)
-    if copy is None:
+    entered = program.attachment(_entered)
+    _, copy = entered.get(id(x), (None, None))
+    is_here = copy is not None and (program.is_eager or copy.graph is tf.compat.v1.get_default_graph())
+    if not is_here or tape.tapes_watching([copy]) < tape.tapes_watching([x]):  # all tapes that watch `x` must know it
         copy = _region(x, lambda _, x, **sent: tf.identity(x), activations.all_reduce, label)
-        entered.copies[id(x)] = (x, copy)  # x is kept, so that its id stays its own
+        entered[id(x)] = (x, copy)  # x is kept, so that its id stays its own
     return copy
 
 
@@ -131,19 +132,9 @@ def own_part(program: RankProgram, x: tf.Tensor, axis: int) -> tf.Tensor:
     return parts[program.mesh.coordinate(program.rank).tensor]
 
 
-class _Entered:
-    """Which tensors have entered a sharded region in one trace; an attachment of its program."""
-
-    def __init__(self, program: RankProgram):
-        self._program = program
-        self.copies: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
-
-    def find(self, x: tf.Tensor) -> tf.Tensor | None:
-        """Returns the copy of `x` that may be used here: it exists, and all tapes that watch `x` know it."""
-        _, copy = self.copies.get(id(x), (None, None))
-        if copy is None or not self._program.is_eager and copy.graph is not tf.compat.v1.get_default_graph():
-            return None
-        return copy if tape.tapes_watching([copy]) >= tape.tapes_watching([x]) else None
+def _entered(_: RankProgram) -> dict[int, tuple[tf.Tensor, tf.Tensor]]:
+    """Which tensors have entered a sharded region in one trace, by id, and their copies; an attachment of its program."""
+    return {}
 
 
 # What a border does with a tensor, given (program, tensor), and how that is `sent`: mesh_axis, label and, if there is one, axis.

@@ -23,12 +23,14 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import RankProgram, all_reduce, cross_replica_of, rank_program
+from tfdist.collectives import RankProgram, cross_replica_of, rank_program
 from tfdist.losses.trainer_step import trainer_step
 from tfdist.metrics import updates
 from tfdist.metrics.adoption import adopt
 from tfdist.placements import eager
+from tfdist.placements.totals import Totals
 from tfdist.sharding import keras_scope
+from tfdist.sharding.packing import apart, side_by_side
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,14 +40,9 @@ class _Owner:
     model: Any
 
 
-class _Summed:
+def _summed() -> weakref.WeakKeyDictionary[keras.metrics.Metric, bool]:
     """Of which metrics the ranks of one trace sum results: those that may be sums when the first rank asks."""
-
-    def __init__(self) -> None:
-        self._metrics: weakref.WeakKeyDictionary[keras.metrics.Metric, bool] = weakref.WeakKeyDictionary()
-
-    def has(self, metric: keras.metrics.Metric, program: RankProgram) -> bool:
-        return self._metrics.setdefault(metric, any(updates.may_add_up(one, program) for one in updates.parts(metric)))
+    return weakref.WeakKeyDictionary()
 
 
 def result(own: Callable[..., Any], metric: keras.metrics.Metric, /, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +64,8 @@ def _result(metric: keras.metrics.Metric, own: Callable[[], Any], program: RankP
     if program.attachment(updates.RankMetrics).has_own_results:
         return own()
     variables = [variable for variable in metric.variables if updates.is_of_ranks(variable) and variable.aggregation == "sum"]
-    if not variables or not program.plan.attachment(_Summed).has(metric, program):
+    may_add_up = any(updates.may_add_up(one, program) for one in updates.parts(metric))
+    if not variables or not program.plan.attachment(_summed).setdefault(metric, may_add_up):
         return own()
     if not program.may_emit_here():
         errors.warn(
@@ -76,12 +74,12 @@ def _result(metric: keras.metrics.Metric, own: Callable[[], Any], program: RankP
         )
         return own()
     is_first = program.mesh.coordinate(program.rank).data == 0
-
-    def summand(value: Any) -> list[tf.Tensor]:
-        # Of a metric that turns out to be whole, or is not updated at all, every rank has the same.
-        return [value.read_value() if is_first or value.is_sum else tf.zeros(value.shape, value.dtype)]
-
-    with _scope(variables, lambda packed: all_reduce(packed[0], "data", label="metrics"), summand):
+    # Of a metric that turns out to be whole, or is not updated at all, every rank has the same.
+    values = [variable._value for variable in variables]
+    parts = [x.read_value() if is_first or x.is_sum else tf.zeros(x.shape, x.dtype) for x in values]
+    sums = program.attachment(Totals).reduced(parts, "sum", "metrics")
+    read_as = [(variable, tf.cast(total, x.dtype)) for variable, total, x in zip(variables, sums, values, strict=True)]
+    with keras.StatelessScope(state_mapping=read_as):
         return own()
 
 
@@ -149,33 +147,19 @@ def _weighted_means(logs: Any, weights: Any, strategy: tf.distribute.Strategy) -
 
 def _summed_outside(variables: Sequence[Any], strategy: tf.distribute.Strategy) -> keras.StatelessScope:
     """Returns a scope in which `variables`, where each rank has its own part of a sum, read as the sum over all ranks."""
-    partial = [variable for variable in variables if updates.is_of_ranks(variable) and variable._value.is_sum]
-    is_multi_worker = cross_replica_of(strategy).is_multi_worker
-
-    def parts_of(value: Any) -> list[tf.Tensor]:
-        return list((value if is_multi_worker else strategy.extended.one_per_replica(value)).values)
-
-    return _scope(partial, lambda packed: _sum_over_ranks(packed, strategy, "metrics"), parts_of)
-
-
-def _scope(
-    variables: Sequence[Any],
-    add: Callable[[list[tf.Tensor]], tf.Tensor],
-    parts_of: Callable[[Any], list[tf.Tensor]],
-) -> keras.StatelessScope:
-    """Returns a scope in which `variables` read as `add(parts)`, of all variables of a dtype at once.
-
-    `parts_of` a TensorFlow variable are the values of the ranks that this code computes for.
-    """
     by_dtype: dict[tf.DType, list[Any]] = {}
     for variable in variables:
-        by_dtype.setdefault(variable._value.dtype, []).append(variable)
+        if updates.is_of_ranks(variable) and variable._value.is_sum:
+            by_dtype.setdefault(variable._value.dtype, []).append(variable)
+    is_multi_worker = cross_replica_of(strategy).is_multi_worker
     sums: list[tuple[Any, tf.Tensor]] = []
     for members in by_dtype.values():
-        parts = zip(*(parts_of(member._value) for member in members), strict=True)
-        packed = [tf.concat([tf.reshape(part, [-1]) for part in of_rank], 0) for of_rank in parts]
-        pieces = tf.split(add(packed), [member._value.shape.num_elements() for member in members])
-        sums.extend((member, tf.reshape(piece, member.shape)) for member, piece in zip(members, pieces, strict=True))
+        values = [x._value if is_multi_worker else strategy.extended.one_per_replica(x._value) for x in members]
+        packed = [
+            side_by_side(list(map(tf.convert_to_tensor, of_rank))) for of_rank in zip(*(x.values for x in values), strict=True)
+        ]
+        total = _sum_over_ranks(packed, strategy, "metrics")
+        sums.extend(zip(members, apart(total, [x._value.shape for x in members]), strict=True))
     return keras.StatelessScope(state_mapping=sums)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,7 +36,6 @@ from tfdist.sharding.gradient_numbers import GradientNumbers
 Update = Callable[..., Any]
 
 
-_local = threading.local()
 # Whether a rank updates a metric with its own rows, and sends nothing; else its arguments are gathered.
 _has_own_rows: weakref.WeakKeyDictionary[keras.metrics.Metric, bool] = weakref.WeakKeyDictionary()
 
@@ -97,19 +95,6 @@ def _own_use(program: RankProgram) -> contextlib.AbstractContextManager[None]:
     """A block of a metric's own operations: what they make of numbers of rows is no number that gradients meet."""
     here = program.here()
     return eager.own_use(program) if program.is_eager or here is None else here.attachment(GradientNumbers).own_use()
-
-
-def of_one_slice() -> contextlib.AbstractContextManager[None]:
-    """A block in which Keras's `compute_metrics` updates metrics with a slice of the rows, and returns no results.
-
-    To read a result is a message of all ranks, and nobody asks what it is after a slice.
-    """
-    return temporary.attributes(_local, has_one_slice=True)
-
-
-def has_one_slice() -> bool:
-    """Whether this is in a block of `of_one_slice`."""
-    return getattr(_local, "has_one_slice", False)
 
 
 def add_up_over_slices(metrics: Sequence[keras.metrics.Metric], predictions: Sequence[tf.Tensor]) -> bool:

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram
-from tfdist.optimizers.target import Target, local_part, variable_of
+from tfdist.optimizers.target import Target, local_part
 from tfdist.sharding import MeshConfig
 from tfdist.sharding.shard_messages import gather_over_tensor, gather_shards_in_buckets
 
@@ -40,13 +40,6 @@ def update_averages(optimizer: Any, config: MeshConfig, program: RankProgram) ->
     if optimizer.ema_overwrite_frequency:
         is_due = tf.equal((tf.convert_to_tensor(optimizer.iterations) + 1) % optimizer.ema_overwrite_frequency, 0)
         program.cond(is_due, lambda: _overwrite(pairs, config, program))
-
-
-def overwrite_with_averages(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Gives each of `variables` its moving average. Outside replicas, when training is over: one variable at a time is whole."""
-    for variable, average in zip(variables, optimizer._model_variables_moving_average, strict=True):
-        if average is not None:
-            variable_of(variable).assign(variable_of(average).read_value())
 
 
 def _overwrite(pairs: Sequence[tuple[Target, tf.Variable]], config: MeshConfig, program: RankProgram) -> None:

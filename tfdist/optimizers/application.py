@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -14,7 +14,6 @@ from tfdist.collectives import RankProgram, in_loop, nested_functions, rank_prog
 from tfdist.graphs import tape
 from tfdist.optimizers.step import apply_gradients, whole_sums
 from tfdist.optimizers.target import variable_of
-from tfdist.optimizers.update import decays
 from tfdist.placements.repair import Repair
 from tfdist.sharding import MeshConfig, config_of, placement
 from tfdist.sharding.gradient_weight import GradientWeight
@@ -100,11 +99,3 @@ def apply(optimizer: Any, grads: Any, trainable_variables: Any, config: MeshConf
             grads, variables = optimizer._filter_empty_gradients(grads, variables)
         apply_gradients(optimizer, grads, variables, config)
     optimizer._iterations.assign_add(1)
-
-
-def decay_weights(optimizer: Any, variables: Sequence[tf.Variable]) -> None:
-    """Takes the optimizer's weight decay from each of `variables`, what this rank steps on."""
-    for variable in variables:
-        if decays(optimizer, variable):
-            rate = tf.cast(optimizer.learning_rate, variable.dtype)
-            variable.assign_sub(variable * tf.cast(optimizer.weight_decay, variable.dtype) * rate)

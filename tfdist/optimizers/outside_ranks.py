@@ -69,14 +69,14 @@ def _for_all_ranks(
     config: MeshConfig,
     step: Callable[..., None],
 ) -> Callable[[Sequence[Any]], None]:
-    variables = [_held(variable) for variable in variables]
+    held_variables = [weakref.ref(variable) for variable in variables]  # what an optimizer keeps does not keep what it trains
 
     @tf.autograph.experimental.do_not_convert
     def on_rank(grads: Sequence[Any]) -> None:
         program = current_program("`optimizer.apply`")
         coordinate = program.mesh.coordinate(program.rank)
         summands, stored = [], []
-        for grad, variable, whole in zip(grads, (held() for held in variables), is_whole, strict=True):
+        for grad, variable, whole in zip(grads, (held() for held in held_variables), is_whole, strict=True):
             layout = variable_of(variable).layout
             if layout.pipe_owners is not None and coordinate.pipe not in layout.pipe_owners:
                 continue
@@ -91,11 +91,3 @@ def _for_all_ranks(
         optimizer()._distribution_strategy.run(on_rank, args=(grads,))
 
     return for_all_ranks
-
-
-def _held(variable: Any) -> Callable[[], Any]:
-    """Returns how `variable` is found: a function that an optimizer keeps does not keep what it trains."""
-    try:
-        return weakref.ref(variable)
-    except TypeError:
-        return lambda: variable

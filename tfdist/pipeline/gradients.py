@@ -20,14 +20,22 @@ class GradientSum:
 
     The gradient of an embedding stays rows of its table, those of all microbatches one after the other, while they are fewer than
     the table's own rows.
+
+    Args:
+        program: the rank's, where of a parameter that is sharded over the data axis this rank keeps its shard of the sum. The
+            gradients of each `add` are then summed over the data ranks at once: no gradient is whole for longer than the action
+            that makes it, for as many times the bytes as there are microbatches.
+        config: the settings by which they are summed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, program: RankProgram | None = None, config: MeshConfig | None = None):
+        self._program, self._config = program, config
         self._sums: dict[int, Any] = {}
 
     def add(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[tf.Tensor]:
         """Adds one gradient for each of `variables`, None for none; returns tensors that exist when the sums do."""
         made = []
+        gradients = gradients if self._program is None else self._scattered(variables, gradients)
         for variable, gradient in zip(variables, gradients, strict=True):
             if gradient is None:
                 continue
@@ -36,34 +44,7 @@ class GradientSum:
             made.append(total.values if isinstance(total, tf.IndexedSlices) else total)
         return made
 
-    def of(self, variable: Any) -> Any:
-        """Returns the sum for `variable`, None if the variable had no gradient."""
-        return self._sums.get(id(variable))
-
-    def shape_of(self, variable: Any) -> tf.TensorShape:
-        """Returns the shape of the sum for `variable`, without a read of its value, which may have to be gathered."""
-        return variable._value.shape
-
-    def handed_out(self, variable: Any, total: Any) -> Any:
-        """Returns what an optimizer is given for `variable`, of which `total` is the sum, over all stages that use it."""
-        if total is None or not _is_data_sharded(variable):
-            return total
-        return tf.ensure_shape(tf.convert_to_tensor(total), variable._value.shape)  # also of rows of a table
-
-
-class ScatteredSum(GradientSum):
-    """A running sum of gradients of which this rank keeps its shard, where the parameter is sharded over the data axis.
-
-    The gradients of each `add` are summed over the data ranks at once: no gradient is whole for longer than the action that makes
-    it, for as many times the bytes as there are microbatches.
-    """
-
-    def __init__(self, program: RankProgram, config: MeshConfig):
-        super().__init__()
-        self._program = program
-        self._config = config
-
-    def add(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[tf.Tensor]:
+    def _scattered(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         parts = list(gradients)
         given = zip(variables, gradients, strict=True)
         # Of the last layers first, as backward makes them.
@@ -78,17 +59,25 @@ class ScatteredSum(GradientSum):
                 sent = reduce_gradients([gradients[place] for place in bucket], members, self._config, self._program)
             for place, shard in zip(bucket, sent, strict=True):
                 parts[place] = shard
-        return super().add(variables, parts)
+        return parts
+
+    def of(self, variable: Any) -> Any:
+        """Returns the sum for `variable`, None if the variable had no gradient."""
+        return self._sums.get(id(variable))
 
     def shape_of(self, variable: Any) -> tf.TensorShape:
-        return (
-            tf.TensorShape(variable._value.layout.component_shape) if _is_data_sharded(variable) else super().shape_of(variable)
-        )
+        """Returns the shape of the sum for `variable`, without a read of its value, which may have to be gathered."""
+        value = variable._value
+        is_shard = self._program is not None and _is_data_sharded(variable)
+        return tf.TensorShape(value.layout.component_shape) if is_shard else value.shape
 
     def handed_out(self, variable: Any, total: Any) -> Any:
-        """Returns a tensor of the parameter's shape, by which an optimizer finds this rank's shard of the sum."""
+        """Returns what an optimizer is given for `variable`, of which `total` is the sum, over all stages that use it: of a sum
+        of which this rank keeps its shard a tensor of the parameter's shape, by which it is found."""
         if total is None or not _is_data_sharded(variable):
             return total
+        if self._program is None:
+            return tf.ensure_shape(tf.convert_to_tensor(total), variable._value.shape)  # also of rows of a table
         target, stubs = Target.of(variable, self._config, self._program), self._program.attachment(GradientStubs)
         stub = stubs.make(target.variable, summand_of_sum(total, target))
         stubs.note_reduced(stub, total)

@@ -13,7 +13,7 @@ from keras import tree
 from tfdist import errors, temporary
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.losses.global_losses import unscale_loss
-from tfdist.mesh import DeviceMesh, current_mesh
+from tfdist.mesh import current_mesh
 from tfdist.pipeline.deferred_weights import make_on
 from tfdist.pipeline.given_model import Stage, check_module, module_of
 from tfdist.pipeline.schedules.make_schedule import make_schedule
@@ -169,10 +169,7 @@ class PipelineModel(keras.Model):
 
     def _build_for(self, inputs: Any) -> None:
         """Builds for tensors like `inputs`: shapes do not say that an input of a subclassed model is of integers."""
-        if self._staged is not None:
-            self.build(None)
-            return
-        if self._blocks is None:
+        if self._staged is not None or self._blocks is None:
             self.build(tree.map_structure(lambda x: (None, *x.shape[1:]), inputs))
             return
         inputs = tree.map_structure(
@@ -358,12 +355,13 @@ class PipelineModel(keras.Model):
         return cls(**{**config, "layers_or_model": module})
 
 
-def check_is_pipelined(model: keras.Model, mesh: DeviceMesh) -> None:
-    """Raises ValueError if `model` is to train on a mesh with a pipeline, but is no `PipelineModel`."""
-    if mesh.pipeline_parallel_size > 1 and not isinstance(model, PipelineModel):
+def check_is_pipelined(model: keras.Model) -> None:
+    """Raises ValueError if `model` is to train under a strategy with a pipeline, but is no `PipelineModel`."""
+    strategy = model._distribute_strategy
+    if config_of(strategy) is not None and strategy.mesh.pipeline_parallel_size > 1 and not isinstance(model, PipelineModel):
         raise errors.value_error(
             "Under a strategy with a pipeline the model to train must be a `PipelineModel`.",
             model=type(model).__name__,
-            pipeline_parallel_size=mesh.pipeline_parallel_size,
+            pipeline_parallel_size=strategy.mesh.pipeline_parallel_size,
             fix="Wrap it: `tfdist.PipelineModel(model, num_microbatches=...)`.",
         )

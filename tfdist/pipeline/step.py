@@ -19,7 +19,7 @@ from tfdist.losses.trainer_step import losses_of
 from tfdist.metrics import updates
 from tfdist.pipeline.action_clock import ActionClock
 from tfdist.pipeline.executor import Executor, with_zeros
-from tfdist.pipeline.gradients import GradientSum, ScatteredSum
+from tfdist.pipeline.gradients import GradientSum
 from tfdist.pipeline.loss_trackers import LossTrackers
 from tfdist.pipeline.microbatches import Microbatches, joined
 from tfdist.pipeline.schedules.published import ScheduleGPipe
@@ -80,7 +80,7 @@ class Step:
         self._executor = Executor(
             self,
             functions=StageFunctions(program, self.staged.weights, training, None if config is None else config.bucket_bytes),
-            gradients=ScatteredSum(program, config) if is_scattered else GradientSum(),
+            gradients=GradientSum(program, config) if is_scattered else GradientSum(),
             clock=clock,
         )
 
@@ -222,13 +222,15 @@ class Step:
             # What is no sum over rows, or may be none, needs all rows: outputs are kept until the step's end for that alone.
             is_own = type(self.model).compute_metrics is not keras.Model.compute_metrics
             self._metrics_wait = is_own or not updates.add_up_over_slices(self.model.metrics, stage_outputs)
-        if not self._has_loss or self._metrics_wait:
-            self._outputs[microbatch] = [gathered(self.program, x) for x in stage_outputs]
-            return
-        x, y, sample_weight = self.data[microbatch]
-        inputs, predictions = self.staged.inputs_like_model(x), self.staged.outputs_like_model(stage_outputs)
-        with updates.of_one_slice():
-            self.model.compute_metrics(inputs, y, predictions, sample_weight=sample_weight)
+        is_kept = not self._has_loss or self._metrics_wait
+        if is_kept or self.model._compile_metrics is not None:
+            stage_outputs = [gathered(self.program, x) for x in stage_outputs]
+        if is_kept:
+            self._outputs[microbatch] = stage_outputs
+        elif self.model._compile_metrics is not None:  # not by `compute_metrics`: to read a result is a message of all ranks
+            _, y, sample_weight = self.data[microbatch]
+            predictions = self.staged.outputs_like_model(stage_outputs)
+            self.model._compile_metrics.update_state(y, predictions, sample_weight=sample_weight)
 
     def scale(self, loss: tf.Tensor) -> tf.Tensor:
         """Returns the scalar whose gradient is taken in the place of a loss's."""

@@ -88,4 +88,6 @@ def gathered(program: RankProgram | None, x: tf.Tensor) -> tf.Tensor:
     shard = shard_of(x)
     if shard is None or not may_hold_parts(program):
         return x
-    return shard.without_padding(activations.all_gather(program, x, "tensor", shard.axis, "gather_output"))
+    whole = shard.without_padding(activations.all_gather(program, x, "tensor", shard.axis, "gather_output"))
+    copy_mask(x, whole)
+    return whole

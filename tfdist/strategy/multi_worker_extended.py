@@ -143,7 +143,7 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
         """As on one machine, after a comparison of the workers' datasets."""
         if tf.executing_eagerly():
             self._check_same_data(dataset)
-        dataset = parts.of_known_length(dataset)
+        dataset = parts.times_as_long(dataset, dataset)
         distributed = super()._experimental_distribute_dataset(self._compared(dataset), options)
         distributed.given = dataset
         return distributed

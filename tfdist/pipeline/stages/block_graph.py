@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -284,7 +283,7 @@ def _check_calls(training: _Watch, inference: _Watch) -> None:
     alike = called == [call.block for call in inference.calls] and all(
         len(training.arguments(number)) == len(inference.arguments(number)) for number in range(len(called) + 1)
     )
-    fixed = [call.block.name for call in training.calls if _training_of(call) is False]
+    fixed = [call.block.name for call in training.calls if call.kwargs.get("training") is False]
     if not alike or fixed:
         raise errors.not_implemented(
             f"{type(model).__name__} must call its blocks alike when it trains and when it does not, with the `training` that it "
@@ -292,16 +291,6 @@ def _check_calls(training: _Watch, inference: _Watch) -> None:
             fix="Let the blocks look at `training` themselves.",
             **({"called_with_training_False": fixed} if fixed else {}),
         )
-
-
-def _training_of(call: _Call) -> Any:
-    """Returns what a block was told of `training` when the model trained; True if nothing."""
-    try:
-        bound = inspect.signature(call.block.call).bind(*call.args, **call.kwargs)
-    except TypeError:
-        return True
-    given = bound.arguments.get("training", True)
-    return True if given is None else given
 
 
 def _name(x: Any) -> str:
