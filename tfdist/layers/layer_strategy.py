@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.sharding import config_of
-from tfdist.sharding.moving import made_by
+from tfdist.sharding.apart import made_by
 
 
 def scope_of(layers: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:

@@ -42,8 +42,7 @@ import tensorflow as tf
 from tfdist import temporary
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.sharding import keras_scope
-from tfdist.sharding.apart import apart
-from tfdist.sharding.moving import move
+from tfdist.sharding.apart import apart, move
 
 _OpSeeds = tuple[int | None, int | None]
 

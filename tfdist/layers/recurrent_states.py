@@ -20,8 +20,7 @@ from tfdist import errors
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.placements.facts import Facts
 from tfdist.sharding import config_of
-from tfdist.sharding.apart import apart
-from tfdist.sharding.moving import made_by, move
+from tfdist.sharding.apart import apart, made_by, move
 
 
 def deal_out(layer: keras.layers.RNN, sequences: Any) -> Any:

@@ -13,8 +13,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tfdist.sharding.apart import apart
-from tfdist.sharding.moving import made_by, move
+from tfdist.sharding.apart import apart, made_by, move
 
 
 def adopt(metric: keras.metrics.Metric, strategy: tf.distribute.Strategy) -> None:

@@ -82,7 +82,7 @@ def clip_by_global_norm(grads: Sequence[Any], variables: Sequence[Any], clip_nor
         factor = global_factor(norm, clip_norm)
         for grad, (_, variable) in zip(reduced, pairs, strict=True):
             clipped.append(grad * tf.cast(factor, grad.dtype))
-            known.note_returned(clipped[-1])
+            known.note(clipped[-1], clipped[-1], is_returned=True)
             if not program.is_eager and not config.slot_layout(variable_of(variable).layout).is_data_sharded:
                 program.attachment(TapeGradients).note_whole(clipped[-1])
     each = iter(clipped)

@@ -90,7 +90,7 @@ def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
         is_finite = _agreed(found, config, program, is_partial)
         unscaled = [grad / tf.cast(scale, grad.dtype) for grad in found]
         for grad in () if is_partial else unscaled:
-            known.note_returned(grad)
+            known.note(grad, grad, is_returned=True)
         if looks_at_gradients:
             unscaled = wholes_of(unscaled, [variable for _, variable in pairs], config, program)
         by_variable = {id(variable): grad for grad, (_, variable) in zip(unscaled, pairs, strict=True)}

@@ -27,7 +27,7 @@ from tfdist.placements.kinds import Replicate
 from tfdist.placements.telling import is_sum
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule, packing
 from tfdist.sharding.gradient_stubs import GradientStubs
-from tfdist.sharding.gradient_weight import GradientWeight, weighted
+from tfdist.sharding.gradient_weight import GradientWeight, weighted, without_weight
 from tfdist.sharding.shard_messages import SumOfGradients, gather_shards_in_buckets
 from tfdist.sharding.tape_gradients import TapeGradients
 
@@ -88,7 +88,7 @@ def of_own_mean(grad: tf.Tensor, program: RankProgram) -> tf.Tensor:
         return grad
     facts = program.attachment(EagerFacts if program.is_eager else TapeGradients)
     placement = facts.of(grad) if program.is_eager else facts.placement_of(grad)
-    return tf.math.divide_no_nan(grad, tf.cast(weight, grad.dtype)) if is_sum(placement) else grad
+    return without_weight(grad, weight) if is_sum(placement) else grad
 
 
 def summand_of_sum(total: tf.Tensor, target: Target) -> tf.Tensor:

@@ -19,7 +19,7 @@ from tfdist import errors, temporary
 from tfdist.collectives import rank_program
 from tfdist.mesh import current_mesh
 from tfdist.sharding import kept_placement, keras_scope, request_placement
-from tfdist.sharding.moving import made_by
+from tfdist.sharding.apart import made_by
 
 
 def make_on(pipe_ranks: Sequence[int], variable: keras.Variable, strategy: tf.distribute.Strategy) -> None:

@@ -9,10 +9,11 @@ what it makes is there as if it had always been.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent import futures
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist.collectives.where import is_traced_rank_thread
@@ -40,3 +41,29 @@ def outside_ranks(function: Callable[[], None]) -> None:
             asked_for.run(function)
 
     apart(in_scope)
+
+
+def move(variables: Iterable[keras.Variable], strategy: tf.distribute.Strategy) -> None:
+    """Makes `variables` anew under `strategy`, with the values that they have; those that are its own, or not made yet, stay.
+
+    `apart`: a step that is being traced finds a moved variable as one that was always there. The mistake to avoid: moving what a
+    traced function has read. The function goes on with the variable that it knows.
+
+    `_value` and `_initialize_with_initializer` are private to Keras: tests/layers/test_private_names_of_layers.py fails when they
+    change.
+    """
+    others = [variable for variable in variables if variable._value is not None and made_by(variable) is not strategy]
+
+    def make_anew() -> None:
+        with strategy.scope():
+            for variable in others:
+                value = tf.constant(variable._value.numpy())
+                variable._initialize_with_initializer(lambda *_, value=value, **__: value)
+
+    if others:
+        apart(make_anew)
+
+
+def made_by(variable: keras.Variable) -> tf.distribute.Strategy | None:
+    """Returns the strategy under which `variable` was made; None: none, or it is not made yet."""
+    return getattr(variable._value, "distribute_strategy", None)

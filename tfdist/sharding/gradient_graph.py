@@ -182,19 +182,15 @@ def is_zero(tensor: tf.Tensor) -> bool:
 
 
 class Sources(Derived):
-    """Of which tensors of a given kind others are computed, whatever by, also across the graphs of branches and functions.
+    """Of which tensors of a given kind others are computed, whatever by, also across the graphs of branches and functions: names.
 
     Args:
         is_source: whether a tensor is of that kind. What it is computed from itself is not looked for.
     """
 
     def __init__(self, is_source: Callable[[tf.Tensor], bool]):
-        super().__init__(lambda x: frozenset([x.ref()]) if is_source(x) else None)
+        super().__init__(lambda x: frozenset([x.name]) if is_source(x) else None)
         self._captured: dict[int, dict[str, tf.Tensor]] = {}
-
-    def of(self, tensor: tf.Tensor) -> list[tf.Tensor]:
-        """Returns the sources that `tensor` is computed from, in any order; itself, if it is one."""
-        return [reference.deref() for reference in super().of(tensor) or ()]
 
     def of_result(self, operation: tf.Operation, found: Sequence[frozenset[Any] | None]) -> frozenset[Any]:
         return frozenset().union(*(x or () for x in found))

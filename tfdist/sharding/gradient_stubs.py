@@ -31,7 +31,7 @@ from tfdist.placements.kinds import Replicate
 from tfdist.sharding import gradient_graph
 from tfdist.sharding.carried_gradients import CarriedGradients
 from tfdist.sharding.gradient_numbers import GradientNumbers
-from tfdist.sharding.gradient_weight import GradientWeight
+from tfdist.sharding.gradient_weight import GradientWeight, without_weight
 from tfdist.sharding.known_sums import KnownSums
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.shard_messages import gather_shards_in_buckets
@@ -58,11 +58,6 @@ class Stub:
     unit: Unit | None = None
     shard: tf.Tensor | None = None
     is_whole: bool = False
-
-    @property
-    def layout(self) -> Layout:
-        """That of the parameter, and of the sum."""
-        return self.variable.layout
 
 
 class _OnShards(gradient_graph.Derived):
@@ -102,7 +97,7 @@ class GradientStubs:
         self._linear = gradient_graph.Derived(
             lambda x: frozenset([self._stubs[x.name]]) if x.name in self._stubs else None, is_of_tapes=True
         )
-        self._layouts = _OnShards(lambda x: self._stubs[x.name].layout if x.name in self._stubs else None, program)
+        self._layouts = _OnShards(lambda x: self._stubs[x.name].variable.layout if x.name in self._stubs else None, program)
         self._get_sums: set[str] = set()  # the handles of parameters, and of slots that the user's code assigns to
         self._images: dict[str, tf.Tensor] = {}  # shards by the name of the whole tensor that they are of
         self._sources = gradient_graph.Sources(lambda x: x.graph is program.graph and x.name in self._stubs)
@@ -126,9 +121,12 @@ class GradientStubs:
         shard is cut out of what it gets."""
         self._get_sums.add(self._program.graph.capture(handle).name)
 
-    def get_sums(self, handles: Sequence[tf.Tensor]) -> bool:
-        """Whether one of `handles` is of a variable that is never assigned a summand."""
-        return any(handle.name in self._get_sums for handle in handles)
+    def gets_summand(self, operation: tf.Operation, tensor: tf.Tensor) -> bool:
+        """Whether `operation` adds `tensor`, linear in gradients, to a variable in a loop of one's own: at all stages this rank's
+        summand."""
+        is_of_trainer = self._program.attachment(GradientWeight).is_of_trainer
+        handles = None if is_of_trainer else gradient_graph.written(operation, tensor)
+        return handles is not None and not any(handle.name in self._get_sums for handle in handles)
 
     def note_reduced(self, stub: Stub, shard: tf.Tensor) -> None:
         """Notes that `shard` is this rank's of the sum that `stub` stands for."""
@@ -157,28 +155,19 @@ class GradientStubs:
         with self._program.outermost(), tape.stop_recording():
             return self._layouts.image(gradient, self._images)
 
-    def below(self, tensor: tf.Tensor) -> list[tf.Tensor]:
-        """Returns the stubs that `tensor` is computed from."""
-        return self._sources.of(tensor) if self._stubs and tf.is_symbolic_tensor(tensor) else []
-
-    def of_sums(self, tensor: tf.Tensor) -> bool:
-        """Whether `tensor` is computed of sums, and is no summand."""
-        return self.needs_sums(tensor) and any(self._stubs[source.name].is_whole for source in self.below(tensor))
+    def below(self, tensor: tf.Tensor) -> list[Stub]:
+        """Returns the stubs that `tensor` is computed from, in one order on all ranks."""
+        names = self._sources.of(tensor) if self._stubs and tf.is_symbolic_tensor(tensor) else None
+        return [stub for name, stub in self._stubs.items() if name in names] if names else []
 
     def needs_sums(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` is computed of what stubs stand for, and not linear in it."""
         return bool(self.below(tensor)) and self._linear.of(tensor) is None
 
-    def fill(self, tensors: Sequence[tf.Tensor]) -> None:
-        """Fills the stubs `tensors`, which have been reduced: what is computed from them is then the same on all ranks."""
-        names = {tensor.name for tensor in tensors}
-        # In one order on all ranks.
-        self._gather([stub for name, stub in self._stubs.items() if name in names and not stub.is_whole])
-
     def fill_what_is_read(self) -> None:
         """Fills the stubs that have been reduced and are read by more than what an optimizer does on shards."""
         missing = [stub for stub in self._stubs.values() if stub.shard is not None and not stub.is_whole]
-        self._gather([stub for stub in missing if not all(gets_summand for *_, gets_summand in self._readers(stub.tensor))])
+        self.fill([stub for stub in missing if not all(gets_summand for *_, gets_summand in self._readers(stub.tensor))])
 
     def write_summands(self) -> None:
         """Lets variables that are written in a loop of one's own get this rank's summands."""
@@ -198,7 +187,7 @@ class GradientStubs:
         """Yields what reads `tensor`, or an elementwise function of it, and is none itself: the operation, what it reads, and
         whether it gets this rank's summand, and not the sum."""
         for operation in tensor.consumers():
-            if self._gets_summand(operation, tensor):
+            if self._linear.of(tensor) is not None and self.gets_summand(operation, tensor):
                 yield operation, tensor, True
                 continue
             is_only_written, after = self._is_only_written(operation), list(operation.outputs)
@@ -211,33 +200,24 @@ class GradientStubs:
                 yield operation, tensor, False
 
     def _is_only_written(self, operation: tf.Operation) -> bool:
-        """Whether what `operation` returns is linear in stubs, and goes to variables, as `_gets_summand` says, nowhere else."""
+        """Whether what `operation` returns is linear in stubs, and goes to variables, as `gets_summand` says, nowhere else."""
         return bool(operation.outputs) and all(
             bool(output.consumers())
             and self._linear.of(output) is not None
-            and all(self._gets_summand(reader, output) or self._is_only_written(reader) for reader in output.consumers())
+            and all(self.gets_summand(reader, output) or self._is_only_written(reader) for reader in output.consumers())
             for output in operation.outputs
         )
-
-    def _gets_summand(self, operation: tf.Operation, tensor: tf.Tensor) -> bool:
-        """Whether `operation` adds `tensor` to a variable in a loop of one's own: as at other stages, this rank's summand."""
-        if self._program.attachment(GradientWeight).is_of_trainer:
-            return False
-        handles = gradient_graph.written(operation, tensor)
-        return handles is not None and not self.get_sums(handles) and self._linear.of(tensor) is not None
 
     def _summand(self, tensor: tf.Tensor) -> tf.Tensor:
         summands, found = {}, self._linear.of(tensor)
         for stub in [stub for stub in self._stubs.values() if stub in found]:  # in one order on all ranks
-            full = tf.cast(stub.full, stub.tensor.dtype)
-            weight = None if stub.weight is None else tf.cast(stub.weight, full.dtype)
-            summands[stub.tensor.name] = full if weight is None else tf.math.divide_no_nan(full, weight)
+            summands[stub.tensor.name] = without_weight(tf.cast(stub.full, stub.tensor.dtype), stub.weight)
         return self._linear.image(tensor, summands)
 
-    def _gather(self, stubs: Sequence[Stub]) -> None:
-        if not stubs:
-            return
-        shards, layouts = [stub.shard for stub in stubs], [stub.layout for stub in stubs]
+    def fill(self, stubs: Sequence[Stub]) -> None:
+        """Fills `stubs`, which have been reduced: what is computed from them is then the same on all ranks."""
+        stubs = [stub for stub in stubs if not stub.is_whole]
+        shards, layouts = [stub.shard for stub in stubs], [stub.variable.layout for stub in stubs]
         with self._program.outermost(), tape.stop_recording():
             for place, whole in gather_shards_in_buckets(self._program, shards, layouts, 8 * 2**20, "all_gather/gradient"):
                 stub = stubs[place]

@@ -68,13 +68,6 @@ class GradientWeight:
         """
         return self._num_going_back > 1
 
-    def without_weight(self, upstream: tf.Tensor) -> tf.Tensor:
-        """Returns `upstream`, that of a gradient which has been reduced, without the weight that the tape began with.
-
-        A reduced gradient is that of the global batch, and what is computed of it no mean of the rank's own.
-        """
-        return upstream if self.began_with is None else tf.math.divide_no_nan(upstream, tf.cast(self.began_with, upstream.dtype))
-
     def of_wholes(self) -> tf.Tensor | None:
         """Returns what whole gradients are multiplied by, a scalar; None: nothing."""
         return None if self._weight is None or self.is_in_loss else self._weight()
@@ -88,3 +81,8 @@ class GradientWeight:
 def weighted(grad: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor:
     """Returns `grad` times `weight`, zeros where that is 0, whatever `grad` is; `grad` itself without a weight."""
     return grad if weight is None else tf.math.multiply_no_nan(grad, tf.cast(weight, grad.dtype))
+
+
+def without_weight(grad: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor:
+    """Returns `grad` over `weight`, with which its tape began; `grad` itself without a weight."""
+    return grad if weight is None else tf.math.divide_no_nan(grad, tf.cast(weight, grad.dtype))

@@ -168,16 +168,6 @@ def queue_in_turn(units: Sequence[tuple[Sequence[tf.Operation], Sequence[tf.Oper
             last = [max(later, key=lambda operation: numbers[operation.name])]
 
 
-def begin_backward(readers: Sequence[tf.Operation], start: tf.Operation, program: RankProgram) -> None:
-    """Has `readers`, which come first in backward, queued when the GPU has done forward, which ends with `start`.
-
-    What is gathered again for those that follow would else wait for them. On a chain it waits, too, for what stands there before
-    it: sums of a loss.
-    """
-    if is_limited(program):
-        run_when_done(readers, [start, *last_on_chain(readers, program)], program, "backward")
-
-
 def last_on_chain(before: Sequence[tf.Operation], program: RankProgram) -> list[tf.Operation]:
     """Returns the last collective that was emitted on the chain before all of these operations; none where there is no chain."""
     if not is_on_chain(program):

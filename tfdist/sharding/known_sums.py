@@ -34,20 +34,13 @@ class KnownSums:
         self._program = program
         self._known: dict[int, _Sum] = {}
 
-    def note(self, gradient: Any, part: tf.Tensor) -> None:
+    def note(self, gradient: Any, part: tf.Tensor, summand: tf.Tensor | None = None, *, is_returned: bool = False) -> None:
         """Notes that the rank keeps `part`, a flat shard (L,) or all, of the sum of `gradient`, as it left the tape.
 
-        What is kept is known, too: it may be given to `Optimizer.apply` in the place of the gradient.
+        What is kept is known, too: it may be given to `Optimizer.apply` in the place of the gradient. Where `gradient` is the
+        sum, which the user's code has, `summand` is what the rank has added to it; `is_returned`: that code is given the part.
         """
-        self._known.update({id(gradient): _Sum(gradient, part), id(part): _Sum(part, part)})
-
-    def note_returned(self, part: tf.Tensor) -> None:
-        """Notes that the user's code is given `part`, what the rank keeps of a sum, for an optimizer."""
-        self._known[id(part)] = _Sum(part, part, is_returned=True)
-
-    def note_handed(self, whole: tf.Tensor, part: tf.Tensor, summand: tf.Tensor) -> None:
-        """Notes that the user's code has the sum `whole`, of which the rank keeps `part` and to which it has added `summand`."""
-        self._known[id(whole)] = _Sum(whole, part, summand)
+        self._known.update({id(part): _Sum(part, part), id(gradient): _Sum(gradient, part, summand, is_returned)})
 
     def part_of(self, gradient: Any) -> tf.Tensor | None:
         """Returns what the rank keeps of the sum of `gradient`; None: it is not summed, or in another branch only."""

@@ -152,7 +152,7 @@ class TapeGradients:
         """Whether `tensor`, made where all ranks run, is computed of sums, and is neither a summand nor linear in summands."""
         if not self._program.exists_here(tensor):
             return False
-        below = self._stubs.of_sums(tensor)
+        below = self._stubs.needs_sums(tensor) and any(stub.is_whole for stub in self._stubs.below(tensor))
         of_wholes = bool(self._wholes) and self._linear.of(tensor) is None and bool(self._sources.of(tensor))
         return below or of_wholes
 
@@ -198,9 +198,9 @@ class TapeGradients:
         if not (self._summands or self._wholes):
             return False
         sources = gradient_graph.Sources(lambda x: x.graph is self._program.graph and x.name in self._summands)
-        found = {tensor.name: self._summands[tensor.name] for read in tensors for tensor in sources.of(read)}
+        found = {self._summands[name] for read in tensors for name in sources.of(read) or ()}
         with self._marked(), self._program.outermost(), tape.stop_recording():
-            self._sum_missing(found.values())
+            self._sum_missing(found)
         return bool(found) or any(self._sources.of(read) for read in tensors)
 
     @contextlib.contextmanager
@@ -276,18 +276,12 @@ class TapeGradients:
             for operation in tensor.consumers():
                 if operation.name in self._own:
                     continue
-                if operation.type == "IdentityN":
-                    is_read = False
-                elif tape.is_backward(operation):
-                    is_read = True  # by the gradient of something that reads it
-                elif (handles := gradient_graph.written(operation, tensor)) is not None:
-                    is_of_trainer = self._program.attachment(GradientWeight).is_of_trainer
-                    is_read = is_of_trainer or self._stubs.get_sums(handles)
-                else:
-                    is_read = self._linear.of_result(operation, [*map(self._linear.of, operation.inputs)]) is None
-                if is_read:
-                    reads.append((operation, tensor))
-                after = [] if is_read else [x for x in operation.outputs if x.name not in seen and self._linear.of(x) is not None]
+                found = [*map(self._linear.of, operation.inputs)]
+                is_linear = not tape.is_backward(operation) and self._linear.of_result(operation, found) is not None
+                if not (is_linear or operation.type == "IdentityN" or self._stubs.gets_summand(operation, tensor)):
+                    reads.append((operation, tensor))  # in backward by the gradient of something that reads it
+                    continue
+                after = [x for x in operation.outputs if x.name not in seen and self._linear.of(x) is not None]
                 waiting += after
                 seen.update(output.name for output in after)
         return reads

@@ -29,7 +29,7 @@ from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.config import config_of
 from tfdist.sharding.error_feedback import ErrorFeedback
 from tfdist.sharding.gradient_stubs import GradientStubs, Stub
-from tfdist.sharding.gradient_weight import GradientWeight
+from tfdist.sharding.gradient_weight import GradientWeight, without_weight
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.known_sums import KnownSums
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
@@ -100,8 +100,8 @@ class UnshardSchedule:
                 label = f"reduce_scatter/{variable.name}"
                 shards = SumOfGradients(program, config, [variable], layouts, label, weight).scattered([grad], variable.dtype)
                 wholes = gather_shards(program, shards, layouts, f"all_gather/{variable.name}/gradient")
-            own = program.attachment(GradientWeight).without_weight(tf.cast(grad, variable.dtype))
-            program.attachment(KnownSums).note_handed(wholes[0], shards[0], own)
+            own = without_weight(tf.cast(grad, variable.dtype), program.attachment(GradientWeight).began_with)
+            program.attachment(KnownSums).note(wholes[0], shards[0], own)
             tape.record_gradient("ReduceScatter", wholes, [grad], functools.partial(self._second_order, grad.dtype))
             return wholes
 
@@ -170,7 +170,8 @@ class UnshardSchedule:
 
     def is_of_sums(self, gradient: tf.Tensor) -> bool:
         """Whether `gradient` is computed from what a tape has returned: it is then whole, and the same on all ranks."""
-        self.flush(below := self._stubs.below(gradient))
+        below = self._stubs.below(gradient)
+        self.flush([stub.tensor for stub in below])
         with self._own_emission():
             self._stubs.fill(below)
         outer = self._program.outer
@@ -227,10 +228,11 @@ class UnshardSchedule:
     def _second_order(self, dtype: tf.DType, upstream: tf.Tensor) -> list[tf.Tensor]:
         """The way back through the reduction, eager or traced: what a rank sends back to the sum is of its own summand, too.
 
-        A function of the sum is computed on every rank, and its gradient counts once: in the sum of the ranks' gradients.
+        A function of the sum is computed on every rank, and its gradient counts once: in the sum of the ranks' gradients. It is
+        no mean of the rank's own, and counts no weight.
         """
         self.is_of_sums(upstream)  # it may be a gradient itself, which must be there before what follows from it
-        return [self._program.attachment(GradientWeight).without_weight(tf.cast(upstream, dtype))]
+        return [without_weight(tf.cast(upstream, dtype), self._program.attachment(GradientWeight).began_with)]
 
     def _before_collective(self) -> None:
         """Emits what stands before a collective, but in a backward in which each begins when its input is there."""
@@ -276,9 +278,12 @@ class UnshardSchedule:
             reduced = [step.action.unit for step in steps if isinstance(step.action, Reduction)]
             flight = self._in_flight([by_unit[index] for index in reduced], uses, numbers)
             has_own_turns = self._program.has_own_turns(self._program.group_ranks("shard"))
-            if start and regathers:
+            if start and regathers and host_lead.is_limited(self._program):
+                # What is gathered again for those that follow would else wait for them. They wait for sums of a loss, too.
                 first = min(regathers, key=lambda regather: min(regather.uses))
-                host_lead.begin_backward([reader.operation for reader in uses[first.unit]], start[-1], self._program)
+                readers = [reader.operation for reader in uses[first.unit]]
+                over = [start[-1], *host_lead.last_on_chain(readers, self._program)]
+                host_lead.run_when_done(readers, over, self._program, "backward")
             for step in steps:
                 if isinstance(step.action, Regather):
                     gate = start if step.gate is None else [operations[number] for number in step.gate]
@@ -357,7 +362,7 @@ class UnshardSchedule:
         sent: list[tf.Tensor] = []
         encoded: list[tf.Operation] = []
         for members in messages_of(stubs, [stub.variable for stub in stubs], lambda x: (x.full.dtype, x.tensor.dtype)):
-            variables, layouts = [stub.variable for stub in members], [stub.layout for stub in members]
+            variables, layouts = [stub.variable for stub in members], [stub.variable.layout for stub in members]
             message = SumOfGradients(self._program, self._config, variables, layouts, label, weight)
             with tf.name_scope(scope_name(label)), tf.control_dependencies(previous):
                 shards = message.scattered([stub.full for stub in members], members[0].tensor.dtype)
