@@ -305,9 +305,16 @@ class RankProgram:
         graph, root = tf.compat.v1.get_default_graph(), self.root
         return (graph is root.graph or graph in root.selections) and not any(selector is trusted for trusted in root._trusted)
 
+    def and_around(self) -> Iterator[RankProgram]:
+        """Yields this program, and those around it, the rank's last."""
+        program: RankProgram | None = self
+        while program is not None:
+            yield program
+            program = program.outer
+
     def that_made(self, x: tf.Tensor) -> RankProgram | None:
         """Returns the program in whose graph `x` was made, this one or one around it; None: neither."""
-        return self if x.graph is self.graph else None if self.outer is None else self.outer.that_made(x)
+        return next((one for one in self.and_around() if x.graph is one.graph), None)
 
     def exists_here(self, x: tf.Tensor) -> bool:
         """Whether `x` was made where all ranks run, not in a branch, a loop or a nested function of one rank's function."""

@@ -22,6 +22,7 @@ class RankRows:
         are_everywhere: whether all ranks have the same rows, those of the batch.
         model: what Keras's trainer trains or tests in this trace; None: no trainer runs it.
         are_means: whether the losses of this trace are the ranks' own means, as in a step of Keras's trainer; else their shares.
+        factor: what the gradient that is being taken will be multiplied by where it is reduced; None: 1.
     """
 
     def __init__(self, program: RankProgram):
@@ -31,6 +32,7 @@ class RankRows:
         self.model: Any = None
         self.are_means = False
         self.are_everywhere = False
+        self.factor: tf.Tensor | None = None
         self._weight: tf.Tensor | None = None
         self._place: tuple[tf.Tensor, tf.Tensor, tf.Tensor] | None = None
         self._sends_rows_along = False

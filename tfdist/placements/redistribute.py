@@ -41,11 +41,7 @@ class _Agreement:
 
 
 class Redistribution:
-    """What has been redistributed in the graph of one rank's program; an attachment of the program, and of a branch's.
-
-    Attributes:
-        factor: what the gradient that is being taken will be multiplied by where it is reduced; None: 1.
-    """
+    """What has been redistributed in the graph of one rank's program; an attachment of the program, and of a branch's."""
 
     IS_OF_BRANCH = True
 
@@ -58,7 +54,6 @@ class Redistribution:
         self._changes: list[_Agreement | tf.Operation] = []  # of which tapes must be told
         self._made: set[tf.Operation] = set()  # which they have not seen
         self._told: dict[int, tuple[tf.GradientTape, int]] = {}  # how many, by the id of a tape, which stays its own
-        self.factor: tf.Tensor | None = None
 
     def found(self, tensor: tf.Tensor) -> tf.Tensor | None:
         """Returns what `agree` or `gather` has made of `tensor`."""
@@ -212,11 +207,11 @@ class Redistribution:
 
     def _of_one_device(self, *upstream: tf.Tensor) -> list[tf.Tensor]:
         """Returns the derivatives of one device, from those that have come back to what ranks have agreed on."""
-        factor = self.factor
+        factor, facts = self._rows.factor, self._program.innermost().attachment(Facts)  # a tape may go back in a branch
         given = [tf.convert_to_tensor(x) for x in upstream]
         found: dict[int, tf.Tensor] = {}
         for place, x in enumerate(given):
-            placement = self._facts.of(x)
+            placement = facts.of(x)
             if factor is not None and placement in (Replicate(), Partial(How.ALIKE)):
                 found[place] = x
             elif factor is None and isinstance(placement, Partial) and placement.how is How.SHARE:
@@ -230,11 +225,11 @@ class Redistribution:
 
     def _with_factor(self, x: tf.Tensor) -> tf.Tensor:
         """Returns a rank's part of a derivative; of one without rows, whose own means are NaN, 0."""
-        factor = self._rows.rows > 0 if self.factor is None else self.factor
+        factor = self._rows.rows > 0 if self._rows.factor is None else self._rows.factor
         return tf.math.multiply_no_nan(x, tf.cast(factor, x.dtype))
 
     def _without_factor(self, x: tf.Tensor) -> tf.Tensor:
-        return x if self.factor is None else tf.math.divide_no_nan(x, tf.cast(self.factor, x.dtype))
+        return x if self._rows.factor is None else tf.math.divide_no_nan(x, tf.cast(self._rows.factor, x.dtype))
 
 
 def _inputs_first(changes: Sequence[_Agreement | tf.Operation]) -> list[_Agreement | tf.Operation]:

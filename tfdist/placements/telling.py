@@ -61,7 +61,9 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
     elif rows.are_of_slices:
         return here.attachment(Facts).of(tensor)
     else:
-        placement = here.attachment(Repair).known(tensor, label)
+        here = here.that_made(tensor) or here  # of what a branch has captured, where it was made
+        with here.outermost():
+            placement = here.attachment(Repair).known(tensor, label)
         taken = here.attachment(Facts).taken_for_rows
         unknown = Unknown(Why.OWN_ROWS, named(taken[0])) if taken else None
         taken.clear()
