@@ -6,7 +6,7 @@ import tensorflow as tf
 from tests.placements import keras_programs
 from tests.placements.keras_programs import Facts
 from tfdist.placements.kinds import How, Partial, Shard, Unknown, Why
-from tfdist.placements.table import RULES, Kind, Linear, is_elementwise, linear_inputs, row_of
+from tfdist.placements.table import RULES, Kind, Linear, is_elementwise, row_of
 
 # Operations without a rule, and who looks at them.
 ELSEWHERE = {
@@ -109,8 +109,8 @@ def test_optimizers():
 
 def test_who_asks_for_a_kind():
     assert is_elementwise("Tanh") and is_elementwise("AddV2") and not is_elementwise("MatMul") and not is_elementwise("Nothing")
-    assert row_of("Nothing") is None and row_of("Sum").kind is Kind.REDUCTION
-    assert linear_inputs("Tanh") is None and linear_inputs("MatMul") is Linear.ONE
+    assert row_of("Nothing").kind is Kind.MEETING and row_of("Sum").kind is Kind.REDUCTION
+    assert row_of("Nothing").linear is None and row_of("Tanh").linear is None and row_of("MatMul").linear is Linear.ONE
     wanted = {Linear.TOGETHER: "11", Linear.ONE: "01 10", Linear.FIRST: "10", Linear.SECOND: "01", Linear.BUT_LAST: "10"}
     for linear, holding in wanted.items():
         for found in ("00", "01", "10", "11"):

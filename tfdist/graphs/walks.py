@@ -1,9 +1,9 @@
-"""Ways back through the graph of a traced function, from a tensor to what it is computed of."""
+"""Ways through the graph of a traced function: back, from a tensor to what it is computed of, and on."""
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -38,15 +38,20 @@ def inputs_first(
             yield current
 
 
-def before(tensor: tf.Tensor, is_end: Callable[[tf.Operation], bool] = lambda _: False) -> Iterator[tf.Tensor]:
-    """Yields `tensor` and what it is computed of, the nearest first, but not beyond operations where `is_end`."""
-    waiting, seen = [tensor], {tensor.name}
+def reached(begin: Iterable[Any], next_of: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
+    """Yields `begin`, tensors or operations of a graph, and what comes next of each, the nearest first, each once."""
+    found = {x.name: x for x in begin}
+    waiting = list(found.values())
     for x in waiting:
         yield x
-        if not is_end(x.op):
-            new = {source.name: source for source in x.op.inputs if source.name not in seen}
-            seen.update(new)
-            waiting.extend(new.values())
+        new = {y.name: y for y in next_of(x) if y.name not in found}
+        found.update(new)
+        waiting.extend(new.values())
+
+
+def before(tensor: tf.Tensor) -> Iterator[tf.Tensor]:
+    """Yields `tensor` and what it is computed of, the nearest first."""
+    return reached([tensor], lambda x: x.op.inputs)
 
 
 def line_of_user(graph: tf.Graph, what: str) -> str:

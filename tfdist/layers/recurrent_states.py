@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.placements.facts import Facts
+from tfdist.placements.kinds import Shard
 from tfdist.sharding import config_of
 from tfdist.sharding.apart import apart, made_by, move
 
@@ -60,7 +61,7 @@ def _note_rows(layer: keras.layers.RNN, program: RankProgram | None) -> None:
     here = None if program is None or program.is_eager else program.here()
     for state in tf.nest.flatten(layer.states) if here is not None else ():
         if isinstance(state._value, tf.distribute.DistributedValues):
-            here.attachment(Facts).note_rows(state._value.values[program.local_index].handle)
+            here.attachment(Facts).declare(here.graph.capture(state._value.values[program.local_index].handle), Shard())
 
 
 def _cut(layer: keras.layers.RNN, program: RankProgram, strategy: tf.distribute.Strategy, rows: int) -> None:

@@ -185,9 +185,8 @@ def _going_back(program: RankProgram, gradient_tape: tf.GradientTape, factor: tf
     for one in here.and_around():  # what a branch has captured has been mended where it was made
         one.attachment(Redistribution).tell(gradient_tape)
     start = len(here.graph.get_operations())
-    with temporary.attributes(program.attachment(RankRows), factor=factor), repair.not_looking(), numbers.going_back():
+    with temporary.attributes(program.attachment(RankRows), factor=factor), repair.working(), numbers.going_back():
         yield
-    repair.pass_over()
     if program.mesh.size("data") > 1 and not is_given_everywhere() and _has_custom_gradients(program):
         warn_of_custom_gradient(here, repair.unknown_since(start))
 

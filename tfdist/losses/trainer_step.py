@@ -63,7 +63,7 @@ def of_trainer(model: Any, step: Callable[..., Any], is_keras_own: bool) -> Call
         rows.model, rows.are_means = model, True
         program.attachment(GradientWeight).use(rows.weight)
         if is_keras_own:
-            rows.send_rows_along()
+            rows.sends_rows_along = True
             return step(data)
         rows.weight()  # before any branch or loop in which no message could be sent
         return _of_means(step(data), model, program)

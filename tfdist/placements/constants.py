@@ -31,9 +31,6 @@ def value_of(tensor: tf.Tensor) -> np.ndarray | None:
     known = tf.get_static_value(tensor)
     if known is not None or not (tensor.dtype.is_integer or tensor.op.type == "Cast"):
         return known
-    if tensor.op.type == "Rank":
-        rank = tensor.op.inputs[0].shape.rank
-        return None if rank is None else np.asarray(rank)
     if tensor.op.type == "StridedSlice" and tensor.shape.rank == 0:  # one of a list
         numbers, place = (value_of(x) for x in tensor.op.inputs[:2])
         return None if numbers is None or place is None or numbers.ndim != 1 else numbers[int(place[0])]

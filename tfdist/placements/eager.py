@@ -126,13 +126,12 @@ class EagerFacts:
             self._note_written(kind, *inputs)
         if self._is_busy or not outputs:
             return
-        row = row_of(kind)
         known = [self._of(x) for x in inputs]
         if kind == "ReadVariableOp" and known[0].is_gradient:
             found = [known[0]]
         elif kind in tape.READS and isinstance(known[-1].placement, Replicate):
             found = [_Known(self._run, Replicate(), is_of_weights=True)]
-        elif all(x is self._constant for x in known) and (row is None or row.kind not in _RANDOM):
+        elif all(x is self._constant for x in known) and row_of(kind).kind not in _RANDOM:
             return
         else:
             with self.not_seen():
@@ -220,9 +219,7 @@ class EagerFacts:
         with tape.stop_recording():
             weight, elements = self._rows.weight(), tf.cast(tf.size(given), tf.float64)
             (total,) = self._totals.reduced([elements], "sum", "agree/step")
-            factor = tf.math.divide_no_nan(elements, weight * total)
-            numbers = tf.cast(tf.size(mean), tf.float64)
-            factor = tf.math.divide_no_nan(factor * numbers, elements)
+            factor = tf.math.divide_no_nan(tf.cast(tf.size(mean), tf.float64), weight * total)
         return tf.reduce_sum(given, axes, keepdims=call.attribute("keep_dims")) * tf.cast(factor, given.dtype)
 
     def _over_weight(self, x: tf.Tensor) -> tf.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.collectives.results import Results
 from tfdist.graphs import tape
-from tfdist.graphs.walks import before, inputs_first
+from tfdist.graphs.walks import before, inputs_first, reached
 from tfdist.placements.graph_facts import GraphFacts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
@@ -28,7 +28,8 @@ class Facts(GraphFacts):
     """Those of the graph in which a rank's function is traced; an attachment of its program, and of a branch's.
 
     Attributes:
-        declared: by its name, the placement of a tensor of which more was said than its operation says.
+        declared: by its name, the placement of a tensor of which more was said than its operation says; of the handle of a
+            variable, that of what is read of it.
     """
 
     IS_OF_BRANCH = True
@@ -36,13 +37,13 @@ class Facts(GraphFacts):
     def __init__(self, program: RankProgram):
         super().__init__(program.attachment(Results))
         self._program = program
+        self.static_rows = self.local_static_rows if program.are_sizes_equal else ()
         self._rows: RankRows = program.attachment(RankRows)
         given = given_placements(program) if program.outer is None else []
         given = [(x, placement) for x, placement in given if tf.is_symbolic_tensor(x) or placement != Replicate()]
         # A tensor of the graph is captured as it is.
         self.declared: dict[str, Placement] = {program.graph.capture(x).name: placement for x, placement in given}
         self._reconnected, self._num_reconnected = tape.reconnected(program.graph), 0
-        self._of_rows: set[str] = set()  # handles of variables of the rank's own rows
         self._agreed: dict[str, bool] = {}
         self._assumed: dict[tuple[str, int], Placement] = {}
 
@@ -52,10 +53,6 @@ class Facts(GraphFacts):
             self._num_reconnected = len(self._reconnected)
             self.forget([x for op in new for x in op.outputs])
         return super().of(tensor)
-
-    @property
-    def static_rows(self) -> Collection[int]:
-        return self.local_static_rows if self._program.are_sizes_equal else ()
 
     @functools.cached_property
     def local_static_rows(self) -> frozenset[int]:
@@ -77,14 +74,6 @@ class Facts(GraphFacts):
         if tf.is_symbolic_tensor(tensor):
             self.declared[tensor.name] = placement
             self.forget([tensor])
-
-    def note_rows(self, handle: tf.Tensor) -> None:
-        """Notes that the variable of `handle` has a value for each of the rank's own rows, along its first axis."""
-        self._of_rows.add(self._program.graph.capture(handle).name)
-
-    def is_of_rows(self, handle: tf.Tensor) -> bool:
-        """Whether the variable of `handle` was noted by `note_rows`."""
-        return handle.name in self._of_rows
 
     def declare_agreed(self, tensor: tf.Tensor) -> None:
         """Says that `tensor` is what ranks have agreed on."""
@@ -156,26 +145,19 @@ class Facts(GraphFacts):
 
     def reasons_of(self, tensor: tf.Tensor) -> list[tf.Operation]:
         """Returns the operations that make `tensor` unknown, of inputs that are known, or capture what is not."""
-        found: dict[str, tf.Operation] = {}
-        waiting, seen = [tensor], {tensor.name}
-        for x in waiting:
-            source = self._source(x)
-            before = [source] if isinstance(source, tf.Tensor) else [] if source is not None else list(x.op.inputs)
-            unknown = [y for y in before if isinstance(self.of(y), Unknown)]
-            is_made = source is None or self.outside_of(x) is not None
-            if is_made and self.of(x) not in map(self.of, unknown):  # beside inputs that its rule ignores, too
-                found[x.op.name] = x.op
-            waiting.extend(y for y in unknown if y.name not in seen)
-            seen.update(y.name for y in unknown)
-        return list(found.values())
+
+        def unknown(x: tf.Tensor) -> list[tf.Tensor]:
+            return [y for y in self._inputs(x) if isinstance(self.of(y), Unknown)]
+
+        made = (x for x in reached([tensor], unknown) if self._source(x) is None or self.outside_of(x) is not None)
+        # Beside inputs that its rule ignores, too.
+        return list({x.op.name: x.op for x in made if self.of(x) not in map(self.of, unknown(x))}.values())
 
     def _leaf(self, tensor: tf.Tensor) -> Placement | tf.Tensor | None:
         if tensor.name in self.declared:
             return self.declared[tensor.name]
         if self._rows.is_weight(tensor):
             return Partial(How.SHARE)
-        if tensor.op.type == "ReadVariableOp" and self.is_of_rows(tensor.op.inputs[0]):
-            return Shard()
         if (found := self._of_collective(tensor)) is not None:
             return found
         outside = self.outside_of(tensor)

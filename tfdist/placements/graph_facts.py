@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdist.collectives.results import Results
 from tfdist.graphs import tape
-from tfdist.graphs.walks import before, inputs_first, is_of_users
+from tfdist.graphs.walks import inputs_first, is_of_users, reached
 from tfdist.placements.constants import value_of
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
 from tfdist.placements.table import is_elementwise, is_quotient, placements_of
@@ -26,36 +26,24 @@ class GraphFacts(abc.ABC):
     """The placements of the tensors of one graph.
 
     Attributes:
+        static_rows: numbers of rows of a rank that are known when the graph is traced.
         taken_for_rows: the user's divisions of sums over rows by a constant that is taken for the rank's own number of rows.
     """
 
     def __init__(self, results: Results | None = None, static_rows: Collection[int] = ()) -> None:
         self.taken_for_rows: list[tf.Operation] = []
         self._results = results  # of collectives
-        self._given_rows = static_rows
+        self.static_rows = static_rows
         self._known: dict[str, Placement] = {}
-        self._inner: dict[tuple[int, int, tuple[Placement, ...]], list[Placement]] = {}
-        self._graphs: list[tf.Graph] = []  # kept, so that their ids stay their own
+        self._inner: dict[tuple[tf.Graph, int, tuple[Placement, ...]], list[Placement]] = {}
 
     def of(self, tensor: tf.Tensor) -> Placement:
         """Returns the placement of `tensor`, of this graph."""
         if tensor.name in self._known:
             return self._known[tensor.name]
-        like: dict[str, tf.Tensor] = {}
-
-        def inputs_of(x: tf.Tensor) -> Sequence[tf.Tensor]:
-            source = self._source(x)
-            if source is None:
-                return x.op.inputs
-            if isinstance(source, tf.Tensor):
-                like[x.name] = source
-                return [source]
-            self._known[x.name] = source
-            return []
-
-        for current in inputs_first(tensor, inputs_of, self._known):
-            if current.name in like:
-                self._known[current.name] = self._known[like[current.name].name]
+        for current in inputs_first(tensor, self._inputs, self._known):
+            if (source := self._source(current)) is not None:
+                self._known[current.name] = self._known[source.name] if isinstance(source, tf.Tensor) else source
                 continue
             for output, placement in zip(current.op.outputs, self._look(current.op), strict=True):
                 self._known.setdefault(output.name, placement)
@@ -66,11 +54,6 @@ class GraphFacts(abc.ABC):
         for x in op.inputs:
             self.of(x)
         return self._read_by(op)
-
-    @property
-    def static_rows(self) -> Collection[int]:
-        """Numbers of rows of a rank that are known when the graph is traced."""
-        return self._given_rows
 
     def _call_of(self, op: tf.Operation, inputs: tuple[Placement, ...]) -> TracedCall:
         return TracedCall(op, inputs)
@@ -116,7 +99,7 @@ class GraphFacts(abc.ABC):
         if divisor is None or divisor.size != 1 or not self.static_rows or float(divisor.reshape(-1)[0]) <= 1:
             return False
         sizes = set(self.static_rows)
-        for x in before(op.inputs[0], lambda one: not is_elementwise(one.type)):
+        for x in reached([op.inputs[0]], lambda x: x.op.inputs if is_elementwise(x.op.type) else ()):
             summed = None if is_elementwise(x.op.type) or not x.op.inputs else x.op.inputs[0]
             if summed is not None and summed.shape.is_fully_defined() and summed.shape.rank:
                 sizes |= {summed.shape.num_elements()} if summed.shape[0] in self.static_rows else set()
@@ -127,7 +110,7 @@ class GraphFacts(abc.ABC):
     def _by_rule(self, op: tf.Operation) -> list[Placement]:
         inputs = self._read_by(op)
         if op.type in LEAVES:
-            return [Replicate()] * len(op.outputs)
+            return [x if isinstance(x, Shard) else Replicate() for x in inputs] or [Replicate()] * len(op.outputs)
         if op.type in tape.BRANCHES:
             return _joined_branches(self, op, inputs)
         if op.type in tape.LOOPS:
@@ -137,9 +120,8 @@ class GraphFacts(abc.ABC):
 
     def out_of(self, graph: tf.Graph, given: Sequence[Placement]) -> list[Placement]:
         """Returns the placements of what a function, traced as `graph`, returns for inputs with the placements `given`."""
-        key = id(graph), len(graph.outputs), tuple(given)
+        key = graph, len(graph.outputs), tuple(given)
         if key not in self._inner:
-            self._graphs.append(graph)
             names = [x.name for x in graph.inputs]
             inside = GivenFacts(dict(zip(names, given, strict=False)), self._results, self.static_rows)
             inside.taken_for_rows = self.taken_for_rows

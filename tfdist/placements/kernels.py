@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tfdist.placements.call import Rule
 from tfdist.placements.rules import batches, gathers, joins, pointwise, products, views
 from tfdist.placements.table import Kind, row_of
 
@@ -17,40 +16,29 @@ SparseSoftmaxCrossEntropyWithLogits StatelessRandomNormalV2 StatelessRandomUnifo
 """.split()
 
 
-def multiplies(kind: str) -> Rule | None:
-    """Returns the rule by which such an operation multiplies matrices, `batches.batch` where it convolves; None: it does not."""
-    row = row_of(kind)
-    if row is None or row.kind is not Kind.PRODUCT or row.rule is products.bias_add:
-        return None
-    return row.rule if row.rule in (products.einsum, products.matmul) else batches.batch
-
-
 def adds_up(kind: str) -> bool:
     """Whether such an operation returns the sum of its inputs, or its input."""
-    row = row_of(kind)
-    return row is not None and row.rule in (pointwise.add, pointwise.same)
+    return row_of(kind).rule in (pointwise.add, pointwise.same)
 
 
 def looks_up(kind: str) -> bool:
     """Whether such an operation reads rows of a table, and not all of it."""
-    row = row_of(kind)
-    return row is not None and row.rule is gathers.gather
+    return row_of(kind).rule is gathers.gather
 
 
 def only_moves(kind: str) -> bool:
     """Whether such an operation computes no number: it moves some, or says how many there are."""
     row = row_of(kind)
-    return passes_its_buffer_on(kind) or row is not None and (row.kind in _MOVING or row.rule in _COPYING)
+    return passes_its_buffer_on(kind) or row.kind in _MOVING or row.rule in _COPYING
 
 
 def passes_its_buffer_on(kind: str) -> bool:
     """Whether what such an operation returns is the buffer of its first input."""
-    row = row_of(kind)
-    return kind in ("Bitcast", "PlaceholderWithDefault", "TensorListResize") or row is not None and row.rule in _PASSING
+    return kind in ("Bitcast", "PlaceholderWithDefault", "TensorListResize") or row_of(kind).rule in _PASSING
 
 
 def may_overwrite(kind: str) -> bool:
     """Whether such an operation writes each element after it has read that of the input, and so may write into a dying one."""
     row = row_of(kind)
-    is_pointwise = row is not None and row.kind is Kind.POINTWISE and row.rule is not pointwise.select
-    return is_pointwise or row is not None and row.rule in (batches.along_last, products.bias_add)
+    is_pointwise = row.kind is Kind.POINTWISE and row.rule is not pointwise.select
+    return is_pointwise or row.rule in (batches.along_last, products.bias_add)

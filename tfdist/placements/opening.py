@@ -24,7 +24,7 @@ from tfdist.collectives.branches import writes_to
 from tfdist.graphs import records, tape
 from tfdist.graphs.walks import before
 from tfdist.placements.facts import Facts
-from tfdist.placements.kinds import How, Partial, Replicate, Unknown
+from tfdist.placements.kinds import How, Partial, Replicate, Shard, Unknown
 from tfdist.placements.plan import OUTPUT, RepairPlan, Want
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.remaking import Remaking
@@ -72,7 +72,7 @@ class Opening:
         """Whether a variable that `op` reads, the same on all ranks, has not been written since."""
         numbers = {one.name: number for number, one in enumerate(self._program.graph.get_operations())}
         later = (one for one in handle.consumers() if numbers[one.name] > numbers[op.name])
-        return not self._facts.is_of_rows(handle) and not any(writes_to(handle, one) for one in later)
+        return not isinstance(self._facts.of(handle), Shard) and not any(writes_to(handle, one) for one in later)
 
     def _can_be_made_again(self, graph: tf.Graph) -> bool:
         """Whether a branch is pure, and nothing is known of it but what its operations say."""

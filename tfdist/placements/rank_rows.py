@@ -23,6 +23,7 @@ class RankRows:
         model: what Keras's trainer trains or tests in this trace; None: no trainer runs it.
         are_means: whether the losses of this trace are the ranks' own means, as in a step of Keras's trainer; else their shares.
         factor: what the gradient that is being taken will be multiplied by where it is reduced; None: 1.
+        sends_rows_along: whether the first message of sums counts all ranks' rows, too, so that `weight` needs none of its own.
     """
 
     def __init__(self, program: RankProgram):
@@ -33,9 +34,9 @@ class RankRows:
         self.are_means = False
         self.are_everywhere = False
         self.factor: tf.Tensor | None = None
+        self.sends_rows_along = False
         self._weight: tf.Tensor | None = None
         self._place: tuple[tf.Tensor, tf.Tensor, tf.Tensor] | None = None
-        self._sends_rows_along = False
 
     @property
     def are_of_slices(self) -> bool:
@@ -81,14 +82,10 @@ class RankRows:
             return tensor is self._weight
         return tensor.graph is self._weight.graph and tensor.name == self._weight.name
 
-    def send_rows_along(self) -> None:
-        """Lets the first message of sums count all ranks' rows, too, so that `weight` needs none of its own."""
-        self._sends_rows_along = True
-
     def sums_over_ranks(self, scalars: list[tf.Tensor], label: str) -> list[tf.Tensor]:
         """Sums each of `scalars`, of one dtype, over the ranks, all in one message."""
         dtype = scalars[0].dtype
-        if self._weight is not None or not self._sends_rows_along:
+        if self._weight is not None or not self.sends_rows_along:
             return tf.unstack(all_reduce(tf.stack(scalars), "data", label=label))
         numbers = [tf.cast(scalar, tf.float64) for scalar in (*scalars, self.rows)]
         *sums, all_rows = tf.unstack(all_reduce(tf.stack(numbers), "data", label=label))

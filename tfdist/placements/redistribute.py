@@ -20,6 +20,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, all_gather, all_reduce, gather_rows
@@ -108,12 +109,13 @@ class Redistribution:
     def _gathered(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
         placement = self._facts.of(tensor)
         axis = placement.axis
+        swapped = functools.partial(keras.ops.swapaxes, axis1=0, axis2=axis)
 
         def gathered(x: tf.Tensor) -> tf.Tensor:
             if x.dtype.is_floating:
                 x = with_adjoint(tf.identity, self._without_factor, x)
             parts = tf.split(x, self._sizes_of(placement.rows), axis) if placement.is_joined else [x]
-            whole = tf.concat([_swapped(gather_rows(_swapped(part, axis), label), axis) for part in parts], axis)
+            whole = tf.concat([swapped(gather_rows(swapped(part), label)) for part in parts], axis)
             return with_adjoint(tf.identity, self._with_factor, whole) if x.dtype.is_floating else tf.identity(whole)
 
         found = self.make(gathered, tensor)
@@ -195,7 +197,7 @@ class Redistribution:
         for x, y in zip(given, found, strict=True):
             if x.op.type in ("Max", "Min"):
                 values, axes = x.op.inputs
-                kept = y if x.op.get_attr("keep_dims") else _with_axes(y, axes, values.shape.rank)
+                kept = y if x.op.get_attr("keep_dims") else keras.ops.expand_dims(y, value_of(axes).reshape(-1).tolist())
                 equal.append(tf.reshape(tf.reduce_sum(tf.cast(tf.equal(values, kept), wide(x).dtype), axes), x.shape))
             else:
                 equal.append(tf.cast(tf.equal(x, y), wide(x).dtype))
@@ -241,20 +243,3 @@ def _inputs_first(changes: Sequence[_Agreement | tf.Operation]) -> list[_Agreeme
         for change in before:
             found[id(change)] = change
     return list(found.values())
-
-
-def _swapped(x: tf.Tensor, axis: int) -> tf.Tensor:
-    """Returns `x` with `axis` in the place of the first, and that in its own."""
-    if axis == 0:
-        return x
-    order = list(range(x.shape.rank))
-    order[0], order[axis] = axis, 0
-    return tf.transpose(x, order)
-
-
-def _with_axes(reduced: tf.Tensor, axes: tf.Tensor, rank: int) -> tf.Tensor:
-    """Returns what a reduction of a tensor of `rank` axes over `axes` has returned, with these axes of size 1."""
-    gone = {int(axis) % rank for axis in value_of(axes).reshape(-1)}
-    for axis in sorted(gone):
-        reduced = tf.expand_dims(reduced, axis)
-    return reduced

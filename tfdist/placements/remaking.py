@@ -14,12 +14,12 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram
 from tfdist.graphs import records, tape
-from tfdist.graphs.walks import before, inputs_first
+from tfdist.graphs.walks import before, inputs_first, reached
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Shard
 from tfdist.placements.redistribute import Redistribution
-from tfdist.placements.surroundings import readers_of, sizes_read
-from tfdist.placements.table import is_shape, names_axes, size_inputs
+from tfdist.placements.surroundings import readers_of
+from tfdist.placements.table import Kind, is_shape, row_of
 
 _ARITHMETIC = ("AddV2", "FloorDiv", "FloorMod", "Mul", "Sub")
 
@@ -67,10 +67,12 @@ class Remaking:
             if not is_known or not tape.can_be_made_again(op) or has_size:
                 return False
             counts_axes = bool(op.inputs) and is_shape(op.inputs[0].op.type)
-            sizes = [] if counts_axes else sizes_read(op)
+            places = () if counts_axes else row_of(op.type).sizes
+            sizes = [x for place, x in enumerate(op.inputs) if place in places and x.dtype.is_integer]
             if any(map(self._may_be_of_rows, sizes, [op] * len(sizes))):
                 return False
-            read = list(op.inputs)[: 1 if names_axes(op.type) else None]
+            # Integers behind the first input may be axes, their order, or what is added along them.
+            read = list(op.inputs)[: 1 if row_of(op.type).kind in (Kind.REDUCTION, Kind.SCAN, Kind.VIEW) else None]
             others = [x for x in read if not any(x is size for size in sizes)]
             if any(x.shape.rank and rows & set(x.shape.as_list()) and _is_constant(x) for x in others):
                 return False  # as many numbers as a rank has rows
@@ -100,7 +102,7 @@ class Remaking:
                 continue
             inputs = [reads.get((op.name, place), self.now(x)) for place, x in enumerate(op.inputs)]
             places = [place for place, x in enumerate(op.inputs) if not tape.same(inputs[place], x)]
-            if not places and not size_inputs(op.type):  # of these the result may have another size now
+            if not places and not row_of(op.type).sizes:  # of these the result may have another size now
                 continue
             # Other integers may be sizes, which TensorFlow has found out when they were made.
             if all(x.dtype.is_floating and x.shape.rank == 0 for x in op.outputs):
@@ -130,14 +132,14 @@ def _is_constant(tensor: tf.Tensor) -> bool:
 
 def _constants_in(sizes: tf.Tensor) -> list[int]:
     """Returns the constants among `sizes`, integers: what was not read from the graph."""
-    found: list[int] = []
-    waiting = [sizes]
-    for x in waiting:
-        if x.op.type == "Const":
-            found.extend(np.ravel(tf.get_static_value(x)).tolist())
-        elif not is_shape(x.op.type):
-            read = list(x.op.inputs)[: 1 if x.op.type == "StridedSlice" else None]
-            if x.op.type in _ARITHMETIC and not all(y.op.type == "Const" for y in read):  # of what is read from the graph
-                read = [y for y in read if y.op.type != "Const"]
-            waiting.extend(y for y in read if y.dtype.is_integer and y.name not in {z.name for z in waiting})
-    return found
+
+    def read_by(x: tf.Tensor) -> list[tf.Tensor]:
+        if is_shape(x.op.type):
+            return []
+        read = list(x.op.inputs)[: 1 if x.op.type == "StridedSlice" else None]
+        if x.op.type in _ARITHMETIC and not all(y.op.type == "Const" for y in read):  # of what is read from the graph
+            read = [y for y in read if y.op.type != "Const"]
+        return [y for y in read if y.dtype.is_integer]
+
+    constants = (x for x in reached([sizes], read_by) if x.op.type == "Const")
+    return [number for x in constants for number in np.ravel(tf.get_static_value(x)).tolist()]

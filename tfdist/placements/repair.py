@@ -24,14 +24,15 @@ from tfdist.collectives import RankProgram, all_reduce, can_be_gathered
 from tfdist.graphs import records, tape, walks
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
+from tfdist.placements.graph_facts import GivenFacts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
 from tfdist.placements.opening import Opening
 from tfdist.placements.plan import OUTPUT, RepairPlan, Want
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.remaking import Remaking
-from tfdist.placements.surroundings import MadeGoingBack, reads_variables
-from tfdist.placements.table import Linear, ignored_inputs, is_elementwise, linear_inputs
+from tfdist.placements.surroundings import reads_variables
+from tfdist.placements.table import Linear, is_elementwise, row_of
 
 _MOST_PLANS = 4  # since what is made again may have other static shapes, and then need more
 
@@ -52,7 +53,6 @@ class Repair:
         self._looked_for: set[str] = set()  # those that `look` has found once
         self._looked_at = len(program.graph.get_operations())
         self._is_working = False
-        self._is_looking = True
         program.before_collective.append(self.look)
 
     def known(self, tensor: tf.Tensor, label: str) -> Placement:
@@ -62,7 +62,7 @@ class Repair:
         if tape.in_vectorized_map() or self._has_sent_to_one():  # where nothing can be sent; or ranks run different programs
             return self._facts.of(tensor)
         self.look()
-        with self._working():
+        with self.working():
             return self._known(tensor, label)
 
     def _has_sent_to_one(self) -> bool:
@@ -95,7 +95,7 @@ class Repair:
 
     def _open(self, op: tf.Operation, target: tf.Tensor, label: str, is_asked_for: bool) -> bool:
         goes_back = any(isinstance(x, Unknown) and x.why is Why.GOES_BACK for x in map(self._facts.of, op.outputs))
-        with self._working():
+        with self.working():
             return (is_asked_for or goes_back) and self._program.attachment(Opening).opened(op, target, label)
 
     def _know_outside(self, tensor: tf.Tensor, label: str) -> None:
@@ -123,7 +123,7 @@ class Repair:
         """Returns `tensor`, which has the rank's rows first, as they are where rows of all ranks have met in it."""
         now = self._remaking.now(tensor)
         if self.is_agreed(now) and now.shape.rank and now.shape[0] is None and self._facts.own_rows_first(tensor):
-            with self._working():
+            with self.working():
                 return self._handed_out(tensor, self._redistribution.own_rows(now, tensor, label))
         return self.now(tensor)
 
@@ -141,7 +141,7 @@ class Repair:
         """Returns the same of several: their numbers are in one message."""
         placements = [self.known(x, label) for x in tensors]
         pairs = list(zip(map(self.now, tensors), placements, strict=True))
-        with self._working():
+        with self.working():
             self._redistribution.agree([x for x, p in pairs if isinstance(p, Partial) and self._plan.can_agree(x)], label)
             for x, p in pairs:
                 if isinstance(p, Shard) and not p.is_joined and can_be_gathered(x):
@@ -183,8 +183,8 @@ class Repair:
             self._mend([Want(op, place, op.inputs[place], Replicate()) for op, place in firsts], label, tensor)
             placement = self._facts.of(tensor)
         if isinstance(placement, Replicate) and self._facts.is_agreed(tensor):
-            with self._working():
-                for op in (op for op in self._terms_of(tensor) if linear_inputs(op.type) is Linear.TOGETHER):
+            with self.working():
+                for op in (op for op in self._terms_of(tensor) if row_of(op.type).linear is Linear.TOGETHER):
                     others = [x for x in op.inputs if not self._facts.is_agreed(x)]
                     if any(map(reads_variables, others)):
                         self._add_share(op)
@@ -202,11 +202,11 @@ class Repair:
 
     def look(self) -> None:
         """Mends what goes back to rows, or lets rows meet, in what has been traced since it was called before."""
-        if self._is_working or not self._is_looking or self._rows.are_of_slices:
+        if self._is_working or self._rows.are_of_slices:
             return
         operations = self._program.graph.get_operations()
         start = self._looked_at
-        with self._working():
+        with self.working():
             for op in operations[start:]:
                 if not tape.is_backward(op) and any(isinstance(self._facts.of(x), Shard) for x in op.inputs):
                     for x in (x for x in op.outputs if x.dtype != tf.variant):
@@ -215,17 +215,18 @@ class Repair:
                             self._known(x, "layer", may_gather=False)
                             self._looked_for.add(found.what)
 
-    def not_looking(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which nothing is mended that is not asked for."""
-        return temporary.attributes(self, _is_looking=False)
-
     def unknown_since(self, start: int) -> Unknown | None:
         """Returns what operations that no tape has made, from number `start` on, make unknown of rows; None: nothing.
 
         What a tape has given them counts as rows, where it has as many.
         """
         made = [op for op in self._program.graph.get_operations()[start:] if not tape.is_backward(op)]
-        facts, names = MadeGoingBack(made, self._facts), {op.name for op in made}
+        names, given = {op.name for op in made}, dict[str, Placement]()
+        for x in (x for op in made for x in op.inputs if x.op.name not in names):
+            found = self._facts.of(x)
+            of_rows = Shard() if self._facts.own_rows_first(x) else Replicate()
+            given[x.name] = of_rows if isinstance(found, Unknown) else found
+        facts = GivenFacts(given)
         unknown = [(x, found) for op in made for x in op.outputs if isinstance(found := facts.of(x), Unknown)]
         if all(x.consumers() and names.issuperset(reader.name for reader in x.consumers()) for x, _ in unknown):
             return None  # of what goes on back nothing is unknown
@@ -235,20 +236,16 @@ class Repair:
     def not_seen(self) -> Iterator[None]:
         """A block of operations that are not the user's: they are not looked at, nor later."""
         self.look()
-        with self.not_looking():
+        with self.working():
             yield
-        self.pass_over()
 
     def pass_over(self) -> None:
         """Lets `look` not see what has been traced so far."""
         self._looked_at = len(self._program.graph.get_operations())
 
     @contextlib.contextmanager
-    def _working(self) -> Iterator[None]:
-        """A block whose operations are the repair's own, and are not looked at."""
-        if self._is_working:
-            yield
-            return
+    def working(self) -> Iterator[None]:
+        """A block whose operations are not looked at, as the repair's own are not; nothing is mended that is not asked for."""
         with temporary.attributes(self, _is_working=True):
             yield
         self.pass_over()
@@ -269,7 +266,7 @@ class Repair:
         found: dict[str, tf.Operation] = {}
         waiting = [tensor]
         for op in (_behind_identities(x).op for x in waiting):
-            linear = linear_inputs(op.type)
+            linear = row_of(op.type).linear
             if op.name not in found and linear is not None and is_elementwise(op.type):
                 found[op.name] = op
                 is_sum = linear is Linear.TOGETHER
@@ -282,7 +279,7 @@ class Repair:
         again = self._remaking
         begun_with = {again.op_now(one.op).name: one.op for one in wants}
         wants = [dataclasses.replace(one, op=again.op_now(one.op), tensor=again.now(one.tensor)) for one in wants]
-        with self._working():
+        with self.working():
             agreed = []
             lost = {want.op.name for want in wants if any(isinstance(self._facts.of(x), Unknown) for x in _read_by(want))}
             for want in wants:
@@ -352,7 +349,7 @@ def _behind_identities(tensor: tf.Tensor) -> tf.Tensor:
 
 def _read_by(want: Want) -> list[tf.Tensor]:
     """Returns what must be known where `want` is done: beside what is not, a sum is better left a rank's own."""
-    return [x for place, x in enumerate(want.op.inputs) if place not in ignored_inputs(want.op.type)]
+    return [x for place, x in enumerate(want.op.inputs) if place not in row_of(want.op.type).ignores]
 
 
 def begin(program: RankProgram, most_bytes: int) -> None:
@@ -376,15 +373,8 @@ def meant_of_own_rows(program: RankProgram | None, like: tf.Tensor | None = None
     if here is None:
         yield found
         return
-    if program.is_eager:
-        eager = here.attachment(EagerFacts)
-        with eager.not_seen():
-            yield found
-        for x in found:
-            eager.declare(x, Replicate() if like is None else eager.of(like))
-        return
-    facts = here.attachment(Facts)
-    with here.attachment(Repair).not_seen():
+    facts = here.attachment(EagerFacts if program.is_eager else Facts)
+    with here.attachment(EagerFacts if program.is_eager else Repair).not_seen():
         yield found
     for x in found:
         facts.declare(x, Replicate() if like is None or not here.exists_here(like) else facts.of(like))

@@ -8,46 +8,17 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.graphs import tape
-from tfdist.graphs.walks import before
+from tfdist.graphs.walks import before, reached
 from tfdist.placements.facts import Facts
-from tfdist.placements.graph_facts import GraphFacts
-from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown
-from tfdist.placements.table import Linear, linear_inputs, size_inputs
+from tfdist.placements.kinds import How, Partial, Unknown
+from tfdist.placements.table import Linear, row_of
 
 _MOST_ROWS = 1024  # of a rank, where their number is not known when the step is traced
 
 
-def sizes_read(op: tf.Operation) -> list[tf.Tensor]:
-    """Returns the inputs of `op` that say how large what it returns is."""
-    places = [place for place in size_inputs(op.type) if place < len(op.inputs)]
-    return [op.inputs[place] for place in places if op.inputs[place].dtype.is_integer]
-
-
-class MadeGoingBack(GraphFacts):
-    """The placements of what gradient functions of the user's have made while a tape went back."""
-
-    def __init__(self, made: Sequence[tf.Operation], facts: Facts):
-        super().__init__()
-        self._names, self._facts = {op.name for op in made}, facts
-
-    def _leaf(self, tensor: tf.Tensor) -> Placement | None:
-        if tensor.op.name in self._names:
-            return None
-        found = self._facts.of(tensor)
-        if not isinstance(found, Unknown):
-            return found
-        return Shard() if self._facts.own_rows_first(tensor) else Replicate()
-
-
 def readers_of(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
     """Returns `operations` and those that read what they return, and so on."""
-    found = {op.name: op for op in operations}
-    waiting = list(found.values())
-    for op in waiting:
-        new = {one.name: one for x in op.outputs for one in x.consumers() if one.name not in found}
-        found.update(new)
-        waiting.extend(new.values())
-    return waiting
+    return list(reached(operations, lambda op: [one for x in op.outputs for one in x.consumers()]))
 
 
 def reads_variables(tensor: tf.Tensor) -> bool:
@@ -63,7 +34,7 @@ def goes_on_linearly(op: tf.Operation, facts: Facts) -> bool:
     waiting, seen = list(op.outputs), {x.name for x in op.outputs}
     for x in waiting:
         for reader in (one for one in x.consumers() if not tape.is_backward(one)):
-            linear = linear_inputs(reader.type)
+            linear = row_of(reader.type).linear
             reads = [y.name in seen for y in reader.inputs]
             is_passed_on = reader.type == "IdentityN" or linear is Linear.TOGETHER
             if any(facts.of(y) == Partial(How.REPLICAS) for y in reader.inputs):
@@ -85,7 +56,7 @@ def is_size(op: tf.Operation, place: int) -> bool:
         return False
     waiting, seen = [(op, place)], set()
     for reader, at in waiting:
-        if at in size_inputs(reader.type):
+        if at in row_of(reader.type).sizes:
             return True
         for x in (x for x in reader.outputs if x.dtype.is_integer and x.name not in seen):
             seen.add(x.name)

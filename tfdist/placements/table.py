@@ -38,24 +38,18 @@ class Kind(enum.Enum):
 
 
 class Linear(enum.Enum):
-    """In which inputs an operation is linear, nothing else being added."""
+    """In which inputs an operation is linear, nothing else being added: the places of those that it is linear in together."""
 
-    TOGETHER = "in all"
-    ONE = "in any one"
-    FIRST = "in the first"
-    SECOND = "in the second"
-    BUT_LAST = "in all but the last, together"
+    TOGETHER = slice(None)
+    ONE = slice(0)  # any one of them
+    FIRST = slice(1)
+    SECOND = slice(1, 2)
+    BUT_LAST = slice(-1)
 
     def holds(self, found: Sequence[bool]) -> bool:
         """Whether an operation is linear in those of its inputs for which `found` is true, and in no others."""
-        if self is Linear.TOGETHER:
-            return all(found)
-        if self is Linear.ONE:
-            return sum(found) == 1
-        if self is Linear.BUT_LAST:
-            return all(found[:-1]) and not found[-1]
-        place = 0 if self is Linear.FIRST else 1
-        return found[place] and sum(found) == 1
+        places = [place for place, is_read in enumerate(found) if is_read]
+        return len(places) == 1 if self is Linear.ONE else places == list(range(len(found))[self.value])
 
 
 _RULES: dict[Kind, dict[Rule, str]] = {
@@ -100,8 +94,7 @@ _RULES: dict[Kind, dict[Rule, str]] = {
         views.numbers_up_to: "Range",
     },
     Kind.REDUCTION: {
-        reductions.reduction: "All Any EuclideanNorm Max Mean Min Prod Sum",
-        reductions.arg_reduction: "ArgMax ArgMin",
+        reductions.reduction: "All Any ArgMax ArgMin EuclideanNorm Max Mean Min Prod Sum",
         reductions.squares: "L2Loss",
         reductions.bias_gradient: "BiasAddGrad",
         reductions.counts: "Bincount DenseBincount HistogramFixedWidth",
@@ -154,12 +147,11 @@ _RULES: dict[Kind, dict[Rule, str]] = {
         joins.pack: "Pack",
         joins.concat: "ConcatV2",
         meeting.met: "EmptyTensorList TensorListLength TensorListReserve",  # of a size that is not the same on all ranks
-        joins.list_of_parts: "TensorListFromTensor",
+        partial(views.unpack, axis=0): "TensorListFromTensor",
         joins.list_with: "TensorListPushBack TensorListSetItem",
         joins.list_item: "TensorListGetItem TensorListResize",
         pointwise.same: "TensorListPopBack",
-        joins.list_stacked: "TensorListStack",
-        joins.list_gathered: "TensorListGather",
+        joins.list_stacked: "TensorListGather TensorListStack",
         joins.list_joined: "TensorListConcatV2",
         joins.list_shape: "TensorListElementShape",
         joins.optional: "OptionalFromValue OptionalGetValue OptionalNone",
@@ -295,75 +287,50 @@ RULES = {
 _NOTHING = Row(meeting.met, Kind.MEETING)
 
 
-def row_of(kind: str) -> Row | None:
-    """Returns what is known of the operations of a type; None: nothing."""
-    return RULES.get(kind)
+def row_of(kind: str) -> Row:
+    """Returns what is known of the operations of a type: of one that is not in the table, nothing that anybody asks for."""
+    return RULES.get(kind, _NOTHING)
 
 
 def is_elementwise(kind: str) -> bool:
     """Whether each element of what such an operation returns depends on the same element of its inputs, and on scalars."""
-    return RULES.get(kind, _NOTHING).kind is Kind.POINTWISE
+    return row_of(kind).kind is Kind.POINTWISE
 
 
 def is_shape(kind: str) -> bool:
     """Whether such an operation returns a shape, or a number of elements."""
-    return RULES.get(kind, _NOTHING).rule in (pointwise.shape_of, pointwise.size_of)
+    return row_of(kind).rule in (pointwise.shape_of, pointwise.size_of)
 
 
 def is_quotient(kind: str) -> bool:
     """Whether such an operation divides floats."""
-    return RULES.get(kind, _NOTHING).rule is pointwise.divide
-
-
-def linear_inputs(kind: str) -> Linear | None:
-    """Returns in which of its inputs such an operation is linear, nothing else being added; None: in none, or it is not
-    known."""
-    return RULES.get(kind, _NOTHING).linear
-
-
-def ignored_inputs(kind: str) -> Sequence[int]:
-    """Returns which of its inputs make nothing unknown of what such an operation returns."""
-    return RULES.get(kind, _NOTHING).ignores
-
-
-def names_axes(kind: str) -> bool:
-    """Whether integers behind the first input of such an operation are axes, their order, or what is added along them."""
-    return RULES.get(kind, _NOTHING).kind in (Kind.REDUCTION, Kind.SCAN, Kind.VIEW)
-
-
-def size_inputs(kind: str) -> Sequence[int]:
-    """Returns which of its inputs say how large what such an operation returns is."""
-    return RULES.get(kind, _NOTHING).sizes
+    return row_of(kind).rule is pointwise.divide
 
 
 def moved_inputs(kind: str, number: int) -> range:
     """Returns the places of those among `number` inputs that such an operation only moves, casts or joins; none: it computes."""
-    row = RULES.get(kind)
-    moves = row is not None and (row.kind in (Kind.VIEW, Kind.JOIN) or row.rule in (pointwise.same, pointwise.cast))
-    if row is None or not moves or row.linear is None:
-        return range(0)
-    of_one = range(1, 2) if row.linear is Linear.SECOND else range(1)
-    return {Linear.TOGETHER: range(number), Linear.BUT_LAST: range(number - 1)}.get(row.linear, of_one)
+    row = row_of(kind)
+    moves = row.kind in (Kind.VIEW, Kind.JOIN) or row.rule in (pointwise.same, pointwise.cast)
+    return range(number)[row.linear.value] if moves and row.linear is not None else range(0)
 
 
 def placements_of(call: Call) -> list[Placement]:
     """Returns the placement of each output of `call`, whose inputs may be `Unknown` here."""
-    row, found = RULES.get(call.type), list(call.inputs)
+    row, found = row_of(call.type), list(call.inputs)
     number = len(call.results)
     if call.type == "Equal" and call.read[0] is call.read[1] and call.dtypes[0].is_bool and call.shapes[0].rank == 0:
         return [Replicate()]  # what `tf.recompute_grad` adds to rows, for an order of operations
-    looked_at = [place for place in range(len(found)) if row is None or place not in row.ignores]
+    looked_at = [place for place in range(len(found)) if place not in row.ignores]
     for place in looked_at:
         if isinstance(found[place], Unknown):
-            is_scalar = row is not None and row.rule in _OF_SHAPES and call.shapes[place].rank == 0
-            if not is_scalar:
+            if row.rule not in _OF_SHAPES or call.shapes[place].rank != 0:
                 return [found[place]] * number
             found[place] = Replicate()
-    is_random = row is not None and row.kind in (Kind.RANDOM, Kind.SAMPLER)
+    is_random = row.kind in (Kind.RANDOM, Kind.SAMPLER)
     seen = [found[place] for place in looked_at]
-    if all(isinstance(x, Replicate) for x in seen) and not is_random and (row is not None or call.is_pure):
+    if all(isinstance(x, Replicate) for x in seen) and not is_random and (row is not _NOTHING or call.is_pure):
         return [Replicate(any(x.is_drawn for x in seen if isinstance(x, Replicate)))] * number
-    if row is None:
+    if row is _NOTHING:
         return [call.unknown(Why.NO_RULE)] * number
     if Partial(How.ALIKE) in seen:  # what a rank without rows has counts nowhere
         results = placements_of(call.given([Replicate() if x == Partial(How.ALIKE) else x for x in found]))

@@ -84,12 +84,12 @@ class Derived:
 
     def of_result(self, operation: tf.Operation, found: Sequence[Any]) -> Any:
         """Returns what follows for the results of `operation` from what was `found` of its inputs; None: nothing."""
-        linear = table.linear_inputs(operation.type)
+        linear = table.row_of(operation.type).linear
         holds = linear is not None and linear.holds([x is not None for x in found])
         return frozenset().union(*(x or () for x in found)) if holds else None
 
     def _is_of_kind(self, tensor: tf.Tensor) -> bool:
-        if tensor.dtype.is_integer or tensor.dtype.is_bool or table.linear_inputs(tensor.op.type) is None:
+        if tensor.dtype.is_integer or tensor.dtype.is_bool or table.row_of(tensor.op.type).linear is None:
             return False
         return self._is_of_tapes or not tape.is_backward(tensor.op)
 

@@ -24,7 +24,7 @@ from tfdist.placements.kinds import How, Partial, Replicate, Shard, Unknown
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.repair import Repair
-from tfdist.placements.table import Linear, linear_inputs
+from tfdist.placements.table import Linear, row_of
 
 
 class GradientNumbers:
@@ -106,7 +106,7 @@ class GradientNumbers:
             return False  # by which a loop divides what it will sum
         beside = [other for other, x in enumerate(op.inputs) if x.name in self._computed]
         # What is added may be a loss, with a penalty of gradients.
-        is_sum = linear_inputs(op.type) is Linear.TOGETHER
+        is_sum = row_of(op.type).linear is Linear.TOGETHER
         if not is_sum or any(isinstance(facts.of(op.inputs[other]), Partial) for other in beside):
             return True
         with facts.assuming() as assume:  # what reads a gradient otherwise is made to read a sum

@@ -48,6 +48,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, SideChain
 from tfdist.graphs import tape
+from tfdist.graphs.walks import reached
 from tfdist.placements.kernels import adds_up
 
 
@@ -138,13 +139,8 @@ def gather_in_turn(units: Sequence[Sequence[tf.Operation]], program: RankProgram
 
 
 def _collectives_of(operations: Sequence[tf.Operation]) -> set[tf.Operation]:
-    seen, waiting = set(), list(operations)
-    while waiting:
-        operation = waiting.pop()
-        if operation not in seen and not operation.type.startswith("Collective"):
-            waiting += [tensor.op for tensor in operation.inputs]
-        seen.add(operation)
-    return {operation for operation in seen if operation.type.startswith("Collective")}
+    found = reached(operations, lambda op: () if op.type.startswith("Collective") else [x.op for x in op.inputs])
+    return {operation for operation in found if operation.type.startswith("Collective")}
 
 
 def queue_in_turn(units: Sequence[tuple[Sequence[tf.Operation], Sequence[tf.Operation]]], program: RankProgram) -> None:

@@ -22,8 +22,9 @@ import tensorflow as tf
 from tfdist.graphs import tape
 from tfdist.placements.call import Rule
 from tfdist.placements.graph_facts import LEAVES
-from tfdist.placements.kernels import multiplies, only_moves
-from tfdist.placements.rules import batches, products
+from tfdist.placements.kernels import only_moves
+from tfdist.placements.rules import products
+from tfdist.placements.table import Kind, row_of
 
 UNKNOWN_SIZE = 128
 
@@ -115,14 +116,12 @@ def _sizes(shape: tf.TensorShape | Sequence[int | None]) -> list[int]:
     return [UNKNOWN_SIZE] if shape.rank is None else [UNKNOWN_SIZE if size is None else size for size in shape]
 
 
-_FORMULAS: dict[Rule, Callable[[tf.Operation], int]] = {
-    products.matmul: _matmul,
-    products.einsum: _einsum,
-    batches.batch: _convolution,
-}
+_FORMULAS: dict[Rule, Callable[[tf.Operation], int]] = {products.matmul: _matmul, products.einsum: _einsum}
 
 
 def formula_of(kind: str) -> Callable[[tf.Operation], int] | None:
     """Returns how the FLOPs of a product, or a convolution, are counted; None: such an operation is neither."""
-    rule = multiplies(kind)
-    return _cudnn_rnn if kind.startswith("CudnnRNN") else None if rule is None else _FORMULAS[rule]
+    row = row_of(kind)
+    if row.kind is not Kind.PRODUCT or row.rule is products.bias_add:
+        return _cudnn_rnn if kind.startswith("CudnnRNN") else None
+    return _FORMULAS.get(row.rule, _convolution)

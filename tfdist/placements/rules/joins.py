@@ -124,15 +124,6 @@ def broadcast_shape(call: Call) -> Placement:
     return new
 
 
-def list_of_parts(call: Call) -> Placement:
-    """Of TensorListFromTensor, which cuts along axis 0."""
-    if isinstance(call.inputs[0], Partial):
-        return Partial(call.inputs[0].how)
-    given = call.rows(0)
-    call.need(given.axis > 0)
-    return moved(given, given.axis - 1)
-
-
 def list_with(call: Call) -> Placement:
     """Of a list into which one more tensor, the last input, is put."""
     tensors, given = call.inputs[0], call.inputs[-1]
@@ -151,13 +142,10 @@ def list_item(call: Call) -> Placement:
 
 
 def list_stacked(call: Call) -> Placement:
+    """Of TensorListStack, and of TensorListGather, whose second input says which."""
     given = call.inputs[0]
+    call.need(call.type == "TensorListStack" or call.are_same(1))
     return moved(given, given.axis + 1) if isinstance(given, Shard) else given
-
-
-def list_gathered(call: Call) -> Placement:
-    call.need(call.are_same(1))
-    return list_stacked(call)
 
 
 def list_joined(call: Call) -> list[Placement]:

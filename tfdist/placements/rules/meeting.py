@@ -10,6 +10,8 @@ import numpy as np
 from tfdist.placements.call import Call, NotKnown
 from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Why
 
+OTHER_END = {How.MAX: How.MIN, How.MIN: How.MAX}
+
 
 def aligned(call: Call, places: Iterable[int] | None = None) -> Shard:
     """Returns what inputs number `places` (all), of which some are rows, make element by element, or stacked.
@@ -59,10 +61,13 @@ def met(call: Call) -> Placement:
     raise NotKnown(Why.MEET)
 
 
-def linear_in(call: Call, given: Partial) -> Partial:
-    """Returns what a linear function makes of numbers of all rows."""
-    call.need(given.how not in (How.MAX, How.MIN), Why.FUNCTION)
-    return Partial(given.how)
+def linear_in(call: Call, given: Partial, factor: np.ndarray | float | None = None) -> Partial:
+    """Returns what a linear function makes of numbers of all rows: `factor` times that, if it is known."""
+    if given.how not in OTHER_END:
+        return Partial(given.how)
+    is_positive, is_negative = (factor is not None and bool(np.size(factor) and np.all(factor * sign > 0)) for sign in (1, -1))
+    call.need(is_positive or is_negative, Why.FUNCTION)
+    return Partial(given.how if is_positive else OTHER_END[given.how])
 
 
 def same_along_rows(call: Call, place: int, axis: int, size: int | None) -> bool:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from tfdist.placements.call import Call
 from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Why
-from tfdist.placements.rules.meeting import aligned, is_zero, merged, rows_of
-
-_OTHER_END = {How.MAX: How.MIN, How.MIN: How.MAX}
+from tfdist.placements.rules.meeting import OTHER_END, aligned, is_zero, linear_in, merged, rows_of
 
 
 def same(call: Call) -> Placement:
@@ -20,7 +16,7 @@ def linear(call: Call, place: int = 0, factor: float | None = None) -> Placement
     """Of a function of each element that is linear in input number `place`: `factor` times that, if it is known."""
     given, others = call.inputs[place], [x for number, x in enumerate(call.inputs) if number != place]
     if isinstance(given, Partial) and all(isinstance(x, Replicate) for x in others):
-        return _scaled(call, given, factor)
+        return linear_in(call, given, factor)
     return aligned(call)
 
 
@@ -34,7 +30,7 @@ def cast(call: Call) -> Placement:
     given, (old,), (new,) = call.inputs[0], call.dtypes, [call.attribute("DstT")]
     is_cut = new.is_bool
     if isinstance(given, Partial):
-        is_rounded = new.is_integer and not old.is_integer and not given.rows and given.how not in _OTHER_END
+        is_rounded = new.is_integer and not old.is_integer and not given.rows and given.how not in OTHER_END
         is_cut = (new != old and (new.is_bool or is_rounded)) or (old.is_bool and given.is_sum)
     call.need(not (is_cut and isinstance(given, Lengths | Partial | Places)), Why.FUNCTION)
     return given
@@ -65,9 +61,9 @@ def combined(call: Call, places: list[int] | None = None, *, is_added: bool = Fa
         if how is How.MEAN or not is_added:
             return Partial(how)
         call.need(len(partials) == 1, Why.FUNCTION)
-        return Partial(_OTHER_END[how] if call.type == "Sub" and isinstance(found[0], Replicate) else how)
+        return Partial(OTHER_END[how] if call.type == "Sub" and isinstance(found[0], Replicate) else how)
     are_sums = all(x.is_sum for x in partials)
-    call.need(are_sums or not hows & set(_OTHER_END), Why.FUNCTION)
+    call.need(are_sums or not hows & set(OTHER_END), Why.FUNCTION)
     call.need(are_sums and all(is_zero(call, place) for place in others), Why.MIXED)
     is_one_count = hows == {How.COUNT} and len({x.rows for x in partials}) == 1
     return Partial(How.COUNT) if is_one_count else Partial(How.SHARE) if hows == {How.SHARE} else Partial(How.SUM)
@@ -79,7 +75,7 @@ def multiply(call: Call) -> Placement:
     for place, one in enumerate(call.inputs):
         other = call.inputs[1 - place]
         if isinstance(one, Partial) and isinstance(other, Replicate):
-            return _scaled(call, one, call.value(1 - place))
+            return linear_in(call, one, call.value(1 - place))
         if isinstance(one, Partial) and isinstance(other, Partial) and one.how is How.MEAN:
             call.need(other.how in (How.COUNT, How.SHARE), Why.FUNCTION)
             return Partial(How.SUM)
@@ -94,7 +90,7 @@ def divide(call: Call) -> Placement:
         call.need(isinstance(first, Replicate) and is_exact, Why.FUNCTION)
         return Partial(How.SUM)
     if isinstance(first, Partial) and isinstance(second, Replicate) and is_exact:
-        return _scaled(call, first, call.value(1))
+        return linear_in(call, first, call.value(1))
     is_by_count = isinstance(second, Partial) and second.how in (How.COUNT, How.SHARE)
     if isinstance(first, Partial) and first.is_sum and is_exact and is_by_count:
         return Partial(How.MEAN if first.how is How.SUM else How.ALIKE)
@@ -131,14 +127,6 @@ def select(call: Call) -> Placement:
     if isinstance(condition, Replicate) and not any(isinstance(x, Shard) for x in call.inputs):
         return combined(call, [1, 2])
     return aligned(call)
-
-
-def _scaled(call: Call, partial: Partial, factor: np.ndarray | float | None) -> Partial:
-    if partial.how not in _OTHER_END:
-        return Partial(partial.how)
-    is_positive, is_negative = (factor is not None and bool(np.size(factor) and np.all(factor * sign > 0)) for sign in (1, -1))
-    call.need(is_positive or is_negative, Why.FUNCTION)
-    return Partial(partial.how if is_positive else _OTHER_END[partial.how])
 
 
 def _changed_lengths(call: Call, neutral: int, *, both: bool) -> Placement:

@@ -12,8 +12,9 @@ _OVER_ROWS = {"Sum": How.SUM, "Mean": How.MEAN, "Max": How.MAX, "Min": How.MIN, 
 
 
 def reduction(call: Call) -> Placement:
-    """Of a reduction of the first input along the axes of the second."""
-    given, how = call.inputs[0], _OVER_ROWS.get(call.type)
+    """Of a reduction of the first input along the axes of the second; or of the place of the greatest or least along one."""
+    given, how, is_place = call.inputs[0], _OVER_ROWS.get(call.type), call.type.startswith("Arg")
+    call.need(not is_place or (isinstance(given, Shard) and call.shapes[0].rank is not None), Why.FUNCTION)
     call.need(call.are_same(1) and isinstance(given, Lengths | Partial | Shard))
     if isinstance(given, Partial):
         call.need(how is given.how or call.type in ("Sum", "Mean"), Why.FUNCTION)
@@ -24,8 +25,9 @@ def reduction(call: Call) -> Placement:
     given, axes = call.rows(0), reduced_axes(call)
     call.need(axes is not None, Why.FUNCTION)
     if given.axis not in axes:
-        return moved(given, given.axis - (0 if call.attribute("keep_dims") else sum(axis < given.axis for axis in axes)))
-    call.need(how is not None, Why.FUNCTION)
+        is_kept = not is_place and call.attribute("keep_dims")
+        return moved(given, given.axis - (0 if is_kept else sum(axis < given.axis for axis in axes)))
+    call.need(how is not None, Why.MEET if is_place else Why.FUNCTION)
     call.need(how is not How.MEAN or given.is_even, Why.SOME_ROWS)
     return Partial(how)
 
@@ -38,15 +40,6 @@ def reduced_axes(call: Call) -> set[int] | None:
     if rank is None:
         return set(axes.reshape(-1).tolist()) if np.all(axes >= 0) else None
     return {int(axis) % rank for axis in axes.reshape(-1)} if rank else set()
-
-
-def arg_reduction(call: Call) -> Placement:
-    """Of the place of the greatest or least along an axis."""
-    given, axes = call.rows(0, Why.FUNCTION), reduced_axes(call)
-    call.need(axes is not None and call.shapes[0].rank is not None, Why.FUNCTION)
-    (axis,) = axes
-    call.need(axis != given.axis)
-    return moved(given, given.axis - (axis < given.axis))
 
 
 def scan(call: Call) -> Placement:

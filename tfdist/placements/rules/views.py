@@ -237,9 +237,10 @@ def one_hot(call: Call) -> Placement:
     return moved(given, given.axis + (0 <= axis <= given.axis))
 
 
-def unpack(call: Call) -> Placement:
+def unpack(call: Call, axis: int | None = None) -> Placement:
+    """Of what is cut apart along `axis`, or that of the attribute."""
     if isinstance(call.inputs[0], Partial):
         return Partial(call.inputs[0].how)
-    given, axis = call.rows(0), axis_of(call.attribute("axis"), call.shapes[0].rank)
+    given, axis = call.rows(0), axis_of(call.attribute("axis") if axis is None else axis, call.shapes[0].rank)
     call.need(axis is not None and axis != given.axis)
     return moved(given, given.axis - (axis < given.axis))
