@@ -178,6 +178,27 @@ class StepsByTheBatch(Stepping):
         return {"loss": loss}
 
 
+class TakesGradientsInside(Stepping):
+    """Takes in branches, of branches too, the gradients of losses that were computed outside: of a mean, a sum, a ratio."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            found = self(x, training=True)
+            loss = self.compute_loss(x, y, found)
+            total = 0.01 * tf.reduce_sum(found**2)
+            ratio = tf.sqrt(loss) + tf.reduce_sum(found) / (1.0 + tf.reduce_sum(found**2))
+
+        def step(target):
+            self.optimizer.apply(tape.gradient(target, self.trainable_variables), self.trainable_variables)
+
+        def other():
+            tf.cond(tf.equal(self.steps.value % 3, 0), lambda: step(total), lambda: step(loss))
+
+        tf.cond(self.is_turn(), lambda: step(ratio), other)
+        return {"loss": loss}
+
+
 class TrainsInABranch(Stepping):
     """Takes gradients in the branch, twice (SAM), and clips them."""
 
@@ -259,6 +280,7 @@ MODELS = (
     AssignsAndReturns,
     StepsAndReturns,
     StepsByTheBatch,
+    TakesGradientsInside,
     TrainsInABranch,
     Accumulates,
     SkipsWhatIsNotFinite,
@@ -437,6 +459,7 @@ def by_rows(strategy):
     return applied(strategy, lambda x: tf.reduce_any(x > 1.5))
 
 
+@pytest.mark.filterwarnings("error:A loss .* contains:UserWarning")  # a false alarm
 @pytest.mark.parametrize("program", (by_a_sum, by_rows))
 @pytest.mark.parametrize("zero_stage", (0, exhaustive(1), exhaustive(2), 3))
 def test_a_number_of_the_batch_is_a_condition(program, zero_stage):
