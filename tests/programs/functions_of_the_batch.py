@@ -717,6 +717,17 @@ def gradient_of_a_root(x, y, p, layer):
 
 
 @of("numbers")
+def slope_by_a_factor(y, p):
+    """Invariant risk: the derivative of a mean by a factor of 1, squared, and by one for each column."""
+    one, each = tf.ones([], p.dtype), tf.ones([p.shape[-1]], p.dtype)
+    with tf.GradientTape() as tape:
+        tape.watch([one, each])
+        risk = mse(y, one * each * p)
+    slope, slopes = tape.gradient(risk, [one, each])
+    return mse(y, p) + 0.5 * tf.square(slope) + tf.norm(slopes)
+
+
+@of("numbers")
 def norm_of_the_gradient(x, y, p, layer):
     """A gradient of a weight, of a mean, that is differentiated."""
     with tf.GradientTape() as tape:
@@ -729,6 +740,32 @@ def norm_of_the_gradient_of_a_root(x, y, p, layer):
     with tf.GradientTape() as tape:
         found = tf.sqrt(mse(y, layer(x)))
     return mse(y, p) + 0.5 * tf.norm(tape.gradient(found, layer.kernel))
+
+
+@of("numbers")
+def rows_times_the_norm_of_the_gradient(x, y, p, layer):
+    """What comes back to the gradient is of a rank's own rows."""
+    with tf.GradientTape() as tape:
+        found = tf.sqrt(mse(y, layer(x)))
+    slope = tf.norm(tape.gradient(found, layer.kernel))
+    return mse(y, p) * slope + tf.reduce_mean(p[:, 0] * tf.square(slope))
+
+
+@of("numbers")
+def largest_and_the_norm_of_its_gradient(x, y, p, layer):
+    """What comes back to the gradient is of the rank that has the largest."""
+    with tf.GradientTape() as tape:
+        found = tf.reduce_max(tf.square(y - layer(x)))
+    return found + 0.1 * tf.norm(tape.gradient(found, layer.kernel))
+
+
+@of("numbers")
+def norm_of_the_gradient_of_pairs(x, y, p, layer):
+    """Rows that were gathered, twice back."""
+    with tf.GradientTape() as tape:
+        z = layer(x)
+        found = tf.reduce_mean(tf.exp(-tf.reduce_sum(tf.square(z[:, None] - z[None]), -1)))
+    return mse(y, p) + tf.norm(tape.gradient(found, layer.kernel))
 
 
 @of("numbers")

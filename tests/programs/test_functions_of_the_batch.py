@@ -32,7 +32,10 @@ DEFAULT_FORMS = ("uneven", "coincide", "empty", "static", "coincide_dynamic", "u
 DEFAULT_STAGES = (3, 0, 3, 0, 3, 1, 0, 3, 2)
 # Losses of a loop that are no shares as they stand, as docs/training.md says: plain means, sums for which nothing is agreed on,
 # what stands beside penalties; and gradients of such losses.
-UNDIVIDED_WITHIN = ("norm_of_the_gradient", "norm_of_the_gradient_of_a_root")
+UNDIVIDED_WITHIN = (
+    *("norm_of_the_gradient", "norm_of_the_gradient_of_a_root", "norm_of_the_gradient_of_pairs"),
+    "rows_times_the_norm_of_the_gradient",
+)
 UNDIVIDED = (
     *(f.name for f in FUNCTIONS.values() if f.group == "means"),
     *("sum_by_a_constant", "sum_by_nothing", "half_a_sum_of_squares", "sum_over_the_root_of_rows"),
@@ -44,7 +47,15 @@ NO_SHARES = {"loop": (*UNDIVIDED, "keras_losses_in_branches"), "loop_divided": (
 # What an eager step warns of: rows that meet, numbers of rows that Python has read. What fails on few rows fails there first.
 NOT_EAGERLY = (
     *(f.name for f in FUNCTIONS.values() if f.group == "meeting" and f.exact),
-    *("softmax_weights", "softmax_over_the_rows", "log_softmax_over_the_rows", "whitened", "product_of_the_rows"),
+    *(
+        "rows_times_the_norm_of_the_gradient",
+        "norm_of_the_gradient_of_pairs",
+        "softmax_weights",
+        "softmax_over_the_rows",
+        "log_softmax_over_the_rows",
+        "whitened",
+        "product_of_the_rows",
+    ),
     *("sum_over_the_root_of_rows", "mahalanobis", "eigenvalues"),
 )
 

@@ -118,14 +118,17 @@ def all_gather_uneven(program: RankProgram, x: tf.Tensor, ranks: Ranks, mesh_axi
     # The padding and the mask are ordinary differentiable ops; only the trip in the middle needs an adjoint.
     padded = with_zeros(x, rows - length)
 
-    def gather(padded: tf.Tensor) -> tf.Tensor:
-        return group_ops.all_gather(program, tf.ensure_shape(padded, [None, *inner]), ranks, label)
+    def gather(part: tf.Tensor) -> tf.Tensor:
+        return group_ops.all_gather(program, tf.ensure_shape(part, [None, *inner]), ranks, label)
 
-    def gradient(upstream: tf.Tensor) -> tf.Tensor:
-        pieces = tf.ensure_shape(tf.reshape(upstream, [len(ranks), rows, *inner]), [len(ranks), None, *inner])
+    def scatter(whole: tf.Tensor) -> tf.Tensor:
+        pieces = tf.ensure_shape(tf.reshape(whole, [len(ranks), rows, *inner]), [len(ranks), None, *inner])
         return group_ops.reduce_scatter(program, pieces, ranks, f"{label}/gradient")
 
-    return noted(program, tf.boolean_mask(with_adjoint(gather, gradient, padded), keep), ranks, x)
+    def gathered(part: tf.Tensor) -> tf.Tensor:
+        return with_adjoint(gather, lambda upstream: with_adjoint(scatter, gathered, upstream), part)
+
+    return noted(program, tf.boolean_mask(gathered(padded), keep), ranks, x)
 
 
 def reduce_scatter(x: tf.Tensor, mesh_axis: str = "data", *, label: str = "reduce_scatter") -> tf.Tensor:
@@ -224,7 +227,9 @@ def broadcast(x: tf.Tensor, mesh_axis: str = "data", *, root: int = 0, label: st
 
 def _enter(op: str, x: tf.Tensor, mesh_axis: str) -> tuple[RankProgram, tf.Tensor, tuple[int, ...]]:
     program = current_program(f"`{op}`")
-    x = program.summand(tf.convert_to_tensor(x))
+    x = tf.convert_to_tensor(x)
+    # What goes back to a sum of gradients, linear in it or not, is of the sum.
+    x = x if program.root.is_going_back else program.summand(x)
     group_ops.check_dtype(op, x)
     return program, x, program.group_ranks(mesh_axis)
 

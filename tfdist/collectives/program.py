@@ -60,6 +60,7 @@ class RankProgram:
         summands: called with a tensor that the user's code gives a collective, return what a rank has of it where it stands for a
             sum over the ranks; None where it does not.
         is_on_cpu: whether its device is one.
+        is_going_back: whether a tape takes a gradient, of the rank's program.
         is_eager: whether it runs outside any `tf.function` (see `EagerProgram`): collectives then run when they are called.
         arguments: what the rank's function is called with, any structure.
         dealt: the ids of those arguments of which each rank has its own; None: all.
@@ -80,6 +81,7 @@ class RankProgram:
         self.plan = plan
         self.arguments = arguments
         self.outer: RankProgram | None = None
+        self.is_going_back = False
         self.dealt: set[int] | None = None
         self.sizes: frozenset[int] | None = None
         self.are_sizes_equal = True

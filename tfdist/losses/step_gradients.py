@@ -67,15 +67,19 @@ def gradient_of_targets(
         with temporary.attributes(weights, began_with=began_with), _going_back(program, gradient_tape, factor):
             return gradient(targets, seeds)
 
+    variables = [_strategys_variable(source) for source in tf.nest.flatten(sources)]
+    of_rows = [v is None and not is_of_weights(x, program) for v, x in zip(variables, tf.nest.flatten(sources), strict=True)]
     if step is None:
         seeds = _seeds_of_shares(program, targets, output_gradients)
         found = taken(seeds)
         if seeds is not output_gradients or not _are_same_on_all(program, targets):
-            _declare(program, found, sources, lambda _: How.SUM)
+            facts = program.attachment(EagerFacts if program.is_eager else Facts)
+            are_means = seeds is output_gradients and all(
+                program.exists_here(x) and facts.of(x) == Partial(How.MEAN) for x in targets
+            )
+            _declare(program, found, sources, lambda place: How.MEAN if are_means and of_rows[place] else How.SUM)
         return found
     placements = [_placement(step, program, x) for x in targets]
-    variables = [_strategys_variable(source) for source in tf.nest.flatten(sources)]
-    of_rows = [v is None and not is_of_weights(x, program) for v, x in zip(variables, tf.nest.flatten(sources), strict=True)]
     is_of_examples = tape.in_vectorized_map()  # whose gradients are a rank's own, and of which a mean may be taken behind it
     is_sharded = [v is not None and v.layout.is_data_sharded and not is_of_examples for v in variables]
     if weights.of_wholes() is None:
@@ -102,7 +106,8 @@ def gradient_of_targets(
         flat.append(grad)
         weights.has_of_rows |= is_of_rows and grad is not None
     found = tf.nest.pack_sequence_as(found, flat)
-    _declare(program, found, sources, lambda place: How.SUM if is_sharded[place] and begins_with_weight else How.MEAN)
+    are_sums = [a or b and begins_with_weight for a, b in zip(of_rows, is_sharded, strict=True)]  # which count the weight
+    _declare(program, found, sources, lambda place: How.SUM if are_sums[place] else How.MEAN)
     return found
 
 
@@ -177,7 +182,7 @@ def _seeds_of_shares(program: RankProgram, targets: list[tf.Tensor], given: Any)
 def _going_back(program: RankProgram, gradient_tape: tf.GradientTape, factor: tf.Tensor | None) -> Iterator[None]:
     """A block in which a tape is asked for gradients that will be multiplied by `factor` where they are reduced."""
     if program.is_eager:
-        with program.attachment(EagerFacts).not_seen():
+        with program.attachment(EagerFacts).not_seen(), temporary.attributes(program, is_going_back=True):
             yield
         return
     here = program.here()
@@ -185,7 +190,12 @@ def _going_back(program: RankProgram, gradient_tape: tf.GradientTape, factor: tf
     for one in here.and_around():  # what a branch has captured has been mended where it was made
         one.attachment(Redistribution).tell(gradient_tape)
     start = len(here.graph.get_operations())
-    with temporary.attributes(program.attachment(RankRows), factor=factor), repair.working(), numbers.going_back():
+    with (
+        temporary.attributes(program.attachment(RankRows), factor=factor),
+        temporary.attributes(program, is_going_back=True),
+        repair.working(),
+        numbers.going_back(),
+    ):
         yield
     if program.mesh.size("data") > 1 and not is_given_everywhere() and _has_custom_gradients(program):
         warn_of_custom_gradient(here, repair.unknown_since(start))

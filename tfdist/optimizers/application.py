@@ -14,6 +14,7 @@ from tfdist.collectives import RankProgram, in_loop, nested_functions, rank_prog
 from tfdist.graphs import tape
 from tfdist.optimizers.step import apply_gradients, whole_sums
 from tfdist.optimizers.target import variable_of
+from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.repair import Repair
 from tfdist.sharding import MeshConfig, config_of, placement
 from tfdist.sharding.gradient_weight import GradientWeight
@@ -43,6 +44,8 @@ def noted(found: Any, sources: Any, is_of_weights: Callable[[Any, RankProgram], 
     with contextlib.nullcontext() if here is None else here.attachment(Repair).not_seen():
         for place in (*parameters, *tensors):
             flat[place] = tf.convert_to_tensor(flat[place])
+            if is_of_trainer and not is_in_loop and here is not None and tape.tapes_watching([flat[place]]):
+                flat[place] = _read_by_all(flat[place], here.attachment(Redistribution))
     for place in parameters if is_in_loop else ():
         gradients.note_in_loop(flat[place])
     if tensors:
@@ -59,6 +62,14 @@ def noted(found: Any, sources: Any, is_of_weights: Callable[[Any, RankProgram], 
     elif here is not None and here.outer is not None:  # a branch, whose gradients of sharded parameters may come out of it
         here.attachment(TapeGradients).be_asked()
     return tf.nest.pack_sequence_as(found, flat)
+
+
+def _read_by_all(grad: tf.Tensor, redistribution: Redistribution) -> tf.Tensor:
+    """Returns `grad` for tapes around the one that has returned it: what goes back to it is of readers on all ranks."""
+    with tape.stop_recording():
+        passed = tf.identity(grad)
+    tape.record_gradient("Gradient", [passed], [grad], lambda upstream: [redistribution.of_all_readers(upstream)])
+    return passed
 
 
 def _is_parameter(variable: Any, strategy: tf.distribute.Strategy, is_whole: bool) -> bool:

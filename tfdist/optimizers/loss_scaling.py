@@ -35,7 +35,9 @@ class EarlyScales:
     def scaled(self, optimizer: Any, loss: Any) -> Any:
         """Returns `loss` times the scale of `optimizer`, which is not built."""
         with self._program.root.outermost():
-            scale = tf.identity(tf.constant(optimizer.initial_scale, tf.float32))
+            # No constant, so that all ranks' traces look alike: the next rank finds the optimizer built, and reads its variable.
+            initial = tf.compat.v1.placeholder_with_default(tf.constant(optimizer.initial_scale, tf.float32), [])
+            scale = tf.identity(initial)
         self._given.append((optimizer, scale))
         return keras.ops.multiply(loss, scale)
 

@@ -269,9 +269,7 @@ class EagerFacts:
         extremes = [place for place, how in enumerate(hows) if how in EXTREMES]
         with self.not_seen():
             equal = [tf.cast(tf.equal(given[place], found[place]), given[place].dtype) for place in extremes]
-            has_rows = self._rows.rows > 0  # without any it may be NaN
-            parts = [tf.math.multiply_no_nan(x, tf.cast(has_rows, x.dtype)) for x in map(tf.convert_to_tensor, upstream)]
-            wholes = self._totals.reduced([*parts, *equal], "sum", "agree/gradient")
+            wholes = self._totals.reduced([*self._parts(upstream), *equal], "sum", "agree/gradient")
             back = [tf.cast(v, x.dtype) for v, x in zip(wholes, given, strict=False)]
             for place, how in enumerate(hows):
                 if how in MEANS:
@@ -279,6 +277,16 @@ class EagerFacts:
             for place, one, total in zip(extremes, equal, wholes[len(given) :], strict=True):
                 back[place] *= tf.math.divide_no_nan(one, tf.cast(total, one.dtype))
         return back
+
+    def of_all_readers(self, upstream: Any) -> tf.Tensor:
+        """Returns the derivative of one device, from what has come back on each rank to a sum of gradients that all read."""
+        with self.not_seen():
+            return self._totals.reduced(self._parts([upstream]), "sum", "agree/gradient")[0]
+
+    def _parts(self, upstream: Sequence[Any]) -> list[tf.Tensor]:
+        """Returns a rank's parts of derivatives; of one without rows, where they may be NaN, 0."""
+        tensors = [tf.convert_to_tensor(x) for x in upstream]
+        return [tf.math.multiply_no_nan(x, tf.cast(self._rows.rows > 0, x.dtype)) for x in tensors]
 
     # What is known
 

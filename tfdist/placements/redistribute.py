@@ -225,6 +225,16 @@ class Redistribution:
             found.update((place, tf.cast(y, given[place].dtype)) for place, y in zip(missing, totals, strict=True))
         return [found[place] for place in range(len(given))]
 
+    def of_all_readers(self, upstream: tf.Tensor) -> tf.Tensor:
+        """Returns what has come back to a sum of gradients, which all ranks read, so that it is the same on all: where it is of
+        a rank's own rows (`loss * norm`, a loss of each row), the ranks agree on it."""
+        placement = self._program.innermost().attachment(Facts).of(upstream)
+        if isinstance(placement, Replicate) or placement in (Partial(How.ALIKE), Partial(How.SHARE)):
+            return upstream
+        with tape.backward_scope():
+            (whole,) = self._of_one_device(upstream)
+            return whole if self._rows.factor is not None else whole * tf.cast(self._rows.weight(), whole.dtype)
+
     def _with_factor(self, x: tf.Tensor) -> tf.Tensor:
         """Returns a rank's part of a derivative; of one without rows, whose own means are NaN, 0."""
         factor = self._rows.rows > 0 if self._rows.factor is None else self._rows.factor

@@ -24,6 +24,7 @@ from tfdist.collectives import RankProgram, in_loop, nested_functions, rank_prog
 from tfdist.graphs import tape
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.kinds import Replicate
+from tfdist.placements.redistribute import Redistribution
 from tfdist.sharding import host_lead
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.config import config_of
@@ -232,7 +233,12 @@ class UnshardSchedule:
         no mean of the rank's own, and counts no weight.
         """
         self.is_of_sums(upstream)  # it may be a gradient itself, which must be there before what follows from it
-        return [without_weight(tf.cast(upstream, dtype), self._program.attachment(GradientWeight).began_with)]
+        weight: GradientWeight = self._program.attachment(GradientWeight)
+        if weight.is_of_trainer and self._program.is_eager:  # what the ranks' readers have sent is not known there
+            return [tf.cast(self._program.attachment(EagerFacts).of_all_readers(upstream), dtype)]
+        if weight.is_of_trainer:
+            upstream = self._program.attachment(Redistribution).of_all_readers(upstream)
+        return [without_weight(tf.cast(upstream, dtype), weight.began_with)]
 
     def _before_collective(self) -> None:
         """Emits what stands before a collective, but in a backward in which each begins when its input is there."""
