@@ -109,7 +109,9 @@ class Redistribution:
     def _gathered(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
         placement = self._facts.of(tensor)
         axis = placement.axis
-        swapped = functools.partial(keras.ops.swapaxes, axis1=0, axis2=axis)
+
+        def swapped(x: tf.Tensor) -> tf.Tensor:
+            return keras.ops.swapaxes(x, 0, axis) if axis else x
 
         def gathered(x: tf.Tensor) -> tf.Tensor:
             if x.dtype.is_floating:
