@@ -114,6 +114,30 @@ def product_of_the_hessian_in_fit(strategy):
     return model.fit(X, X, batch_size=6, shuffle=False, verbose=0).history["loss"], model.get_weights()
 
 
+class NormsOfGradients(keras.Sequential):
+    """Norms of the gradients of the batch and of each weight in a loss: added to it, times it, and times rows."""
+
+    def train_step(self, data):
+        x, _ = data
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                found = self(x, training=True)
+                loss = tf.sqrt(tf.reduce_mean(found**2))
+            by_rows, *by_weights = inner.gradient(loss, [x, *self.trainable_variables])
+            norms = tf.add_n([tf.norm(g) for g in by_weights])
+            total = loss + tf.norm(by_rows) + norms * (loss + tf.reduce_mean(found[:, 0]))
+        self.optimizer.apply(outer.gradient(total, self.trainable_variables), self.trainable_variables)
+        return {"loss": total}
+
+
+def norms_of_gradients_in_fit(strategy):
+    with strategy.scope():
+        model = NormsOfGradients([keras.Input((6,)), *(keras.layers.Dense(units, "tanh") for units in (5, 3))])
+        model.compile(keras.optimizers.SGD(0.1))
+    return model.fit(X, X, batch_size=6, shuffle=False, verbose=0).history["loss"], model.get_weights()
+
+
 def weights_read_for_each_example(strategy):
     model, optimizer = made(strategy)
 
@@ -166,6 +190,7 @@ PROGRAMS = [
     weights_read_for_each_example,
     adaptation_to_each_task,
     numbers_are_checked,
+    norms_of_gradients_in_fit,
 ]
 
 

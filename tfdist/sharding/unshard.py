@@ -29,6 +29,7 @@ from tfdist.sharding import host_lead
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.config import config_of
 from tfdist.sharding.error_feedback import ErrorFeedback
+from tfdist.sharding.gradient_numbers import GradientNumbers
 from tfdist.sharding.gradient_stubs import GradientStubs, Stub
 from tfdist.sharding.gradient_weight import GradientWeight, without_weight
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
@@ -256,6 +257,7 @@ class UnshardSchedule:
         """
         if self._emitting:
             return
+        self._program.attachment(GradientNumbers).settle()  # what it sends wants what is emitted here to stand before it
         if self._units or self._stubs.waiting:
             self._reduce_and_regather(gradients)
         with self._own_emission():
