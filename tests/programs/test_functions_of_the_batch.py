@@ -34,7 +34,7 @@ DEFAULT_STAGES = (3, 0, 3, 0, 3, 1, 0, 3, 2)
 # what stands beside penalties; and gradients of such losses.
 UNDIVIDED_WITHIN = (
     *("norm_of_the_gradient", "norm_of_the_gradient_of_a_root", "norm_of_the_gradient_of_pairs"),
-    "rows_times_the_norm_of_the_gradient",
+    *("rows_times_the_norm_of_the_gradient", "largest_and_the_norm_of_its_gradient"),
 )
 UNDIVIDED = (
     *(f.name for f in FUNCTIONS.values() if f.group == "means"),
@@ -43,6 +43,11 @@ UNDIVIDED = (
 )
 # A Keras loss in a branch of a loop of one's own has sent something there: of functions of it a step tells.
 NO_SHARES = {"loop": (*UNDIVIDED, "keras_losses_in_branches"), "loop_divided": (*UNDIVIDED_WITHIN, "keras_losses_in_branches")}
+
+# As many columns as a rank has rows, or parts of the kernel: a constant of that size may be one of rows. Nothing is made again
+# of it, which is told.
+COINCIDING = {("smoothed_along_rows", "seven")}
+COINCIDING_IN_LOOPS = {("smoothed_along_rows", "uneven")}  # where sizes are known to the trace
 
 # What an eager step warns of: rows that meet, numbers of rows that Python has read. What fails on few rows fails there first.
 NOT_EAGERLY = (
@@ -70,6 +75,8 @@ def members(kind, way, form):
         and f.name not in ALONE
         and applies(f, way, form)
         and f.name not in NO_SHARES.get(way, ())
+        and (f.name, form) not in COINCIDING
+        and not (way in ("loop", "loop_divided") and (f.name, form) in COINCIDING_IN_LOOPS)
         and not (way == "eager" and f.name in NOT_EAGERLY)
     ]
 

@@ -220,7 +220,14 @@ class Repair:
 
         What a tape has given them counts as rows, where it has as many.
         """
-        made = [op for op in self._program.graph.get_operations()[start:] if not tape.is_backward(op)]
+        made: list[tf.Operation] = []
+        of_tapes: set[str] = set()
+        for op in self._program.graph.get_operations()[start:]:
+            is_sum = op.type == "AddN" and all(tape.is_backward(x.op) or x.op.name in of_tapes for x in op.inputs)
+            if is_sum:  # of what comes back from several readers
+                of_tapes.add(op.name)
+            elif not tape.is_backward(op):
+                made.append(op)
         names, given = {op.name for op in made}, dict[str, Placement]()
         for x in (x for op in made for x in op.inputs if x.op.name not in names):
             found = self._facts.of(x)
