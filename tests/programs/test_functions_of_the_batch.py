@@ -104,6 +104,8 @@ def default_cases():
     yield Case(ALONE, "step", "uneven"), 0, 2
     yield Case(("roots_of_stacked_tasks", "mean_of_stacked_tasks", "largest_task", "covariance"), "step", "seven"), 3, 2
     yield Case(("rmse", "dice", "centred_rows", "in_batch_negatives"), "step", "uneven", "adam"), 2, 4
+    # A rank without rows: the derivative by what is of weights is the mean of nothing.
+    yield from ((Case(("penalty_times_the_mean", "mean_root_and_penalty"), "add_loss", "empty"), stage, 2) for stage in (0, 3))
     seconds = ("norm_of_the_gradient", "gradient_of_a_root", "norm_of_the_gradient_of_a_root")
     yield Case(seconds, "fit", "uneven"), 0, 2
     yield Case(seconds, "metric", "uneven"), 3, 2

@@ -147,8 +147,12 @@ def _compute_loss(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     """The loss that Keras differentiates is a rank's own mean; its gradient must count what the rank has of the batch."""
     loss = original(self, *args, **kwargs)
     program = rank_program()
-    enters = program is not None and program.attachment(GradientWeight).is_in_loss
-    return weighted_in_gradient(loss) if enters else loss
+    weight: GradientWeight | None = None if program is None else program.attachment(GradientWeight)
+    if weight is None or not weight.is_in_loss:
+        return loss
+    # A penalty of weights times a mean: without rows its derivative is the weight, 0, times the mean of nothing.
+    weight.has_layer_losses |= any(layer._get_own_losses() for layer in self._flatten_layers())
+    return weighted_in_gradient(loss)
 
 
 @replaces("tensorflow.GradientTape", "gradient")
