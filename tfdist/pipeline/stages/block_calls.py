@@ -54,8 +54,8 @@ def blocks_of(model: keras.Model, names: Sequence[str]) -> list[keras.layers.Lay
 
 
 def layers_in(held: Any) -> list[keras.layers.Layer]:
-    """Returns the layers of a list or of a Sequential."""
-    return list(getattr(held, "layers", held))
+    """Returns the layers of a list, a tuple or a Sequential. What TensorFlow wraps a tuple in has `layers`, too, but none."""
+    return list(held.layers if isinstance(held, keras.Sequential) else held)
 
 
 def _place(model: keras.Model, name: str) -> tuple[dict[str, Any], str]:
