@@ -107,11 +107,15 @@ class StepsAlongTheHessian(keras.Sequential):
         return {"loss": loss}
 
 
-def product_of_the_hessian_in_fit(strategy):
+def fitted(kind, strategy):
     with strategy.scope():
-        model = StepsAlongTheHessian([keras.Input((6,)), *(keras.layers.Dense(units, "tanh") for units in (5, 3))])
+        model = kind([keras.Input((6,)), *(keras.layers.Dense(units, "tanh") for units in (5, 3))])
         model.compile(keras.optimizers.SGD(0.1))
     return model.fit(X, X, batch_size=6, shuffle=False, verbose=0).history["loss"], model.get_weights()
+
+
+def product_of_the_hessian_in_fit(strategy):
+    return fitted(StepsAlongTheHessian, strategy)
 
 
 class NormsOfGradients(keras.Sequential):
@@ -132,10 +136,7 @@ class NormsOfGradients(keras.Sequential):
 
 
 def norms_of_gradients_in_fit(strategy):
-    with strategy.scope():
-        model = NormsOfGradients([keras.Input((6,)), *(keras.layers.Dense(units, "tanh") for units in (5, 3))])
-        model.compile(keras.optimizers.SGD(0.1))
-    return model.fit(X, X, batch_size=6, shuffle=False, verbose=0).history["loss"], model.get_weights()
+    return fitted(NormsOfGradients, strategy)
 
 
 def weights_read_for_each_example(strategy):

@@ -204,7 +204,8 @@ class FailureWatch:
             self._ended[index] = time.monotonic()
         if "same" in word:
             key, value = word["same"]
-            words = self._compared[key](index, value) if key in self._compared else ""
+            difference = self._compared.get(key)  # in one step: another thread may forget it
+            words = "" if difference is None else difference(index, value)
             return Failure(None, words, is_of_program=True) if words and not self._is_ending else None
         if "beat" in word:
             self._beats[index] = word["beat"]

@@ -27,7 +27,7 @@ class GradientWeight:
     """
 
     def __init__(self, program: RankProgram):
-        self._program = program
+        del program
         self._weight: Callable[[], tf.Tensor] | None = None
         self.is_in_loss = False
         self._has_entered = False
