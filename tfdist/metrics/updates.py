@@ -203,7 +203,8 @@ def _weighted(
         weight = tf.cast(weight, metric.dtype)
     told = f"The number given to the metric {metric.name!r}"
     value = tf.cast(as_mean(program, value, f"metric/{metric.name}", metric, told), metric.dtype)
-    value = tf.where(weight > 0, value, tf.zeros_like(value))  # of no rows it may be no number
-    if given_weight is None and not _is_keras(own, "Mean.update_state"):
-        return (value * weight,), {}
-    return (value, weight), {}
+    with _own_use(program):
+        value = tf.where(weight > 0, value, tf.zeros_like(value))  # of no rows it may be no number
+        if given_weight is None and not _is_keras(own, "Mean.update_state"):
+            return (value * weight,), {}
+        return (value, weight), {}
