@@ -175,7 +175,8 @@ def test_a_trace_of_the_host_alone():
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_every_row_of_exactness_on_cpus(tmp_path):
-    """What `--quick` leaves out, as a card would run it."""
+    """What `--quick` leaves out, as a card would run it; CPUs have no TensorFloat-32."""
     _, _, *records = run(tmp_path, "--parts", "exact")
-    rows = exact.part(Card(is_gpu=False, is_quick=False)).rows
-    assert [(row.name, "holds") for row in rows] == [(record["name"], record["status"]) for record in records]
+    names = [row.name for row in exact.part(Card(is_gpu=False, is_quick=False)).rows]
+    expected = [(name, "left out" if "TensorFloat-32" in name else "holds") for name in names]
+    assert [(record["name"], record["status"]) for record in records] == expected

@@ -108,6 +108,7 @@ def default_cases():
     yield from ((Case(("penalty_times_the_mean", "mean_root_and_penalty"), "add_loss", "empty"), stage, 2) for stage in (0, 3))
     seconds = ("norm_of_the_gradient", "gradient_of_a_root", "norm_of_the_gradient_of_a_root")
     yield Case(seconds, "fit", "uneven"), 0, 2
+    yield Case(("penalty_times_the_mean", *seconds), "fit", "empty"), 3, 2
     yield Case(seconds, "metric", "uneven"), 3, 2
     yield Case(seconds, "assigned", "coincide"), 3, 2
     yield Case(("predictions_and_targets", "pairs_by_keras", "hardest_of_a_class", "scan_of_tasks"), "step", "coincide"), 3, 2

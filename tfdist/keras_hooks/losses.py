@@ -151,7 +151,7 @@ def _compute_loss(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     if weight is None or not weight.is_in_loss:
         return loss
     # A penalty of weights times a mean: without rows its derivative is the weight, 0, times the mean of nothing.
-    weight.has_layer_losses |= any(layer._get_own_losses() for layer in self._flatten_layers())
+    weight.has_numbers |= any(layer._get_own_losses() for layer in self._flatten_layers())
     return weighted_in_gradient(loss)
 
 

@@ -54,6 +54,7 @@ from tfdist.placements.kinds import How, Partial, Placement
 from tfdist.placements.repair import Repair
 from tfdist.placements.telling import is_sum, known, known_of_loss, without_extremes
 from tfdist.placements.totals import wide
+from tfdist.sharding.gradient_weight import GradientWeight
 
 _local = threading.local()
 
@@ -102,7 +103,10 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         values, weights = keras_loss.squeeze_or_expand_to_same_rank(values, weights)
         values *= weights
     if values.shape.rank == 0:
-        return values if current_sliced_batch() is not None else _of_number(values, known_of_loss(rank_program(), values))
+        if current_sliced_batch() is not None:
+            return values
+        rank_program().attachment(GradientWeight).has_numbers = True
+        return _of_number(values, known_of_loss(rank_program(), values))
     if weights is None and is_own_mean() and has_rows_of_branch(values):  # the way back out of a branch sends nothing
         values = wide(values)
         return of_all_rows(tf.cast(tf.math.divide_no_nan(tf.reduce_sum(values), tf.cast(tf.size(values), values.dtype)), dtype))

@@ -20,7 +20,7 @@ class GradientWeight:
         gradient that the reduction gets                               it is multiplied by
         whole (stages 0 to 2, or made by the program itself)           the weight
         what a tape hands to a sharded parameter (stage 3)             1, the tape began with the weight; 0 without rows
-        of a loss that was weighted itself (`entered_with_the_loss`)   nothing; where layers add losses, 1, or 0 without rows
+        of a loss that was weighted itself (`entered_with_the_loss`)   nothing; where it `has_numbers`, 1, or 0 without rows
         made of what a tape returned for rows, which counts the weight 1, it is divided by the weight first (`of_own_mean`)
 
     A gradient of a rank without rows may be NaN, the mean of nothing. It counts nothing.
@@ -33,7 +33,7 @@ class GradientWeight:
         self._has_entered = False
         self._num_going_back = 0  # tapes, one within the other
         self.began_with: tf.Tensor | None = None  # with what weight at the losses the gradient began that is being taken
-        self.has_layer_losses = False  # whether layers add losses to what was weighted
+        self.has_numbers = False  # whether layers or loss functions make one number, NaN times a weight without rows
         self.has_of_rows = False  # whether a tape has returned gradients of rows of the batch, which count the weight already
 
     def use(self, weight: Callable[[], tf.Tensor]) -> None:
@@ -71,7 +71,7 @@ class GradientWeight:
 
     def of_wholes(self) -> tf.Tensor | None:
         """Returns what whole gradients are multiplied by, a scalar; None: nothing."""
-        if self._weight is None or self.is_in_loss and not self.has_layer_losses:
+        if self._weight is None or self.is_in_loss and not self.has_numbers:
             return None
         weight = self._weight()
         return tf.cast(weight > 0, weight.dtype) if self.is_in_loss else weight
