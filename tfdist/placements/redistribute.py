@@ -214,11 +214,13 @@ class Redistribution:
         factor, facts = self._rows.factor, self._program.innermost().attachment(Facts)  # a tape may go back in a branch
         given = [tf.convert_to_tensor(x) for x in upstream]
         found: dict[int, tf.Tensor] = {}
+        # What was divided by the number of replicas counts on a rank without rows, too, which cannot tell a share's value.
+        are_of_rows = Partial(How.REPLICAS) not in self._facts.declared.values()
         for place, x in enumerate(given):
             placement = facts.of(x)
             if factor is not None and placement in (Replicate(), Partial(How.ALIKE)):
                 found[place] = x
-            elif factor is None and isinstance(placement, Partial) and placement.how is How.SHARE:
+            elif factor is None and placement == Partial(How.SHARE) and are_of_rows:
                 found[place] = tf.math.divide_no_nan(x, tf.cast(self._rows.weight(), x.dtype))
         missing = [place for place in range(len(given)) if place not in found]
         if missing:
@@ -238,9 +240,11 @@ class Redistribution:
             return whole if self._rows.factor is not None else whole * tf.cast(self._rows.weight(), whole.dtype)
 
     def _with_factor(self, x: tf.Tensor) -> tf.Tensor:
-        """Returns a rank's part of a derivative; of one without rows, whose own means are NaN, 0."""
-        factor = self._rows.rows > 0 if self._rows.factor is None else self._rows.factor
-        return tf.math.multiply_no_nan(x, tf.cast(factor, x.dtype))
+        """Returns a rank's part of a derivative; of one without rows, whose own means are NaN, 0 in the place of NaN."""
+        if self._rows.factor is not None:
+            return tf.math.multiply_no_nan(x, tf.cast(self._rows.factor, x.dtype))
+        is_of_none = tf.logical_and(tf.equal(self._rows.rows, 0), tf.logical_not(tf.math.is_finite(tf.math.abs(x))))
+        return tf.where(is_of_none, tf.zeros_like(x), x)
 
     def _without_factor(self, x: tf.Tensor) -> tf.Tensor:
         return x if self._rows.factor is None else tf.math.divide_no_nan(x, tf.cast(self._rows.factor, x.dtype))

@@ -88,6 +88,7 @@ class ShardedExtendedMixin(VariableCreation):
                 out_of_memory.explain(fn, error)
                 raise
         fn = autograph.tf_convert(fn, ag_ctx.control_status_ctx())
+        args, kwargs = tf.nest.map_structure(rows_apart.without_static_none, (args, kwargs))
         plan = communicator.new_plan()
         graph = tf.compat.v1.get_default_graph()
         program_of = functools.partial(RankProgram, communicator, graph=graph, plan=plan)
