@@ -47,7 +47,11 @@ NO_SHARES = {"loop": (*UNDIVIDED, "keras_losses_in_branches"), "loop_divided": (
 # As many columns as a rank has rows, or parts of the kernel: a constant of that size may be one of rows. Nothing is made again
 # of it, which is told.
 COINCIDING = {("smoothed_along_rows", "seven")}
-COINCIDING_IN_LOOPS = {("smoothed_along_rows", "uneven")}  # where sizes are known to the trace
+COINCIDING_IN_LOOPS = {  # where sizes are known to the trace
+    ("smoothed_along_rows", "uneven"),
+    ("smoothed_along_rows", "coincide_dynamic"),
+    ("hardest_two_rows", "coincide_dynamic"),
+}
 
 # What an eager step warns of: rows that meet, numbers of rows that Python has read. What fails on few rows fails there first.
 NOT_EAGERLY = (

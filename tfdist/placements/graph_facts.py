@@ -95,7 +95,7 @@ class GraphFacts(abc.ABC):
     def _divides_by_own_rows(self, op: tf.Operation) -> bool:
         """Whether a sum over rows is divided by the rank's own number of them, or of what is summed, known when it is traced: a
         constant like any other."""
-        divisor = value_of(op.inputs[1])
+        divisor = None if self._read_by(op)[1] == Partial(How.REPLICAS) else value_of(op.inputs[1])
         if divisor is None or divisor.size != 1 or not self.static_rows or float(divisor.reshape(-1)[0]) <= 1:
             return False
         sizes = set(self.static_rows)
