@@ -101,9 +101,7 @@ def _small(traced: TracedModel, candidate: Candidate, parts: Sequence[Part]) -> 
     part = 2 * (candidate.data - 1) / candidate.data
     statistics = [one for one in parts if one.weight.path in traced.statistics]
     sent = part * _FLOAT * (sum(one.local for one in statistics) + len(statistics))
-    if candidate.pipeline > 1:
-        return sent + part * (_DOUBLE * candidate.microbatches + _FLOAT)
-    return sent + part * 2 * _DOUBLE
+    return sent + part * (_DOUBLE + (_FLOAT if candidate.pipeline > 1 else _DOUBLE))
 
 
 def _over_pipe(traced: TracedModel, candidate: Candidate, rows: int, pipe: int) -> float:
