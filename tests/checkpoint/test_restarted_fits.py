@@ -110,7 +110,7 @@ def test_an_optimizer_that_is_in_no_backup_is_told_of_once(is_attribute, tmp_pat
         assert "model.second_optimizer = optimizer" in told[0]
 
 
-# Two workers: all in one job, because its start takes longest.
+# Two workers: many in one job, because its start takes longest.
 
 JOBS = [("pipeline", "accumulating", {"zero_stage": 1, "pipeline_parallel_size": 2})]
 MORE_JOBS = [
@@ -137,7 +137,11 @@ def restarted_together(folder, cases):
     return found
 
 
-@pytest.mark.parametrize(("workers", "devices", "cases"), [(2, 1, JOBS), exhaustive(2, 2, MORE_JOBS)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    ("workers", "devices", "cases"),
+    [(2, 1, JOBS), *(exhaustive(2, 2, MORE_JOBS[start::3]) for start in range(3))],
+    ids=["few", "a third", "another third", "the last third"],
+)
 def test_workers(workers, devices, cases, tmp_path):
     target = "tests.checkpoint.test_restarted_fits:restarted_together"
     with job(tmp_path, workers, target, str(tmp_path / "backups"), cases, devices_per_worker=devices) as running:

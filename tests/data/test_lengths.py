@@ -82,9 +82,11 @@ def expected_of(case, pipelines, devices):
     [
         (2, 1, MOST),
         exhaustive(2, 2, [{"parts": "5 and 4", **ALL}]),
-        exhaustive(2, 2, EVERY),
-        exhaustive(3, 1, EVERY),
-        exhaustive(2, 1, EVERY),
+        *(
+            exhaustive(number, devices, part)
+            for number, devices in ((2, 2), (3, 1), (2, 1))
+            for part in (EVERY[::2], EVERY[1::2])
+        ),
     ],
 )
 def test_parts_of_different_length_count_every_row(tmp_path, number, devices, cases):
