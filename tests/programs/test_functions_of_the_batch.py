@@ -124,6 +124,9 @@ def default_cases():
         3,
         2,
     )
+    # What the number of replicas divides counts on a rank without rows, too, and is no number of rows where a rank has as many.
+    divided = ("rmse", "mean_of_rows", "in_batch_negatives", "from_the_last_row", "neighbours")
+    yield from ((Case(divided, "loop_divided", form), stage, 2) for form, stage in (("empty", 0), ("coincide_dynamic", 3)))
     counted_once = ("rmse", "dice_of_classes", "where_of_the_mean", "mean_and_root", "mean_of_selected_rows", "centred_rows")
     yield Case((*counted_once, "cosine_of_the_batch", "neighbours"), "loop", "uneven"), 3, 2
     yield Case(("rmse", "tversky", "cond_of_the_mean", "weighted_by_exponentials"), "eager", "coincide"), 0, 2
