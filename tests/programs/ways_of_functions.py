@@ -457,7 +457,8 @@ def run_loop(strategy, functions, form, optimizer, divided=False):
         trainer.apply(found, model.trainable_variables)
         return losses
 
-    @tf.function
+    # A worker whose traces know its number of rows does not know the others'.
+    @tf.function(reduce_retracing=isinstance(strategy, tfdist.MultiWorkerShardedStrategy))
     def step(x, y):
         values = strategy.run(changing_on_rank if changes else on_rank, args=(x, y))
         return [strategy.reduce("SUM" if divided or changes else "MEAN", value, axis=None) for value in values]
