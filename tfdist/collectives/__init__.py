@@ -5,6 +5,7 @@ Used inside the function that `strategy.run` runs, for example `tfdist.collectiv
 
 from tfdist.collectives import activations, nested_functions
 from tfdist.collectives.agreement import PlanAgreement
+from tfdist.collectives.automatic_order import exempt_from_automatic_order
 from tfdist.collectives.branches import trace_branches
 from tfdist.collectives.buckets import assign_buckets
 from tfdist.collectives.communicator import Communicator

@@ -15,8 +15,9 @@ from tensorflow.python.ops import control_flow_ops
 def exempt_from_automatic_order(operations: Sequence[tf.Operation]) -> None:
     """Lets `operations` with side effects (`Print`, `Assert`, `Empty`) run when their inputs are there, in any order.
 
-    TensorFlow chains such operations in the order of tracing, one rank after the other, although ranks may wait for each other.
-    It exempts what is in a control flow context, and so these get one, which means nothing.
+    TensorFlow chains such operations in the order of tracing, one rank after the other, although ranks may wait for each other:
+    an assertion of the second rank for one of the first, which reads what that rank is sent by the second. It exempts what is
+    in a control flow context, and so these get one, which means nothing.
     """
     for operation in operations:
         is_chained = auto_control_deps.op_is_stateful(operation) and operation._control_flow_context is None  # noqa: SLF001

@@ -23,7 +23,6 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import group_ops
-from tfdist.collectives.automatic_order import exempt_from_automatic_order
 from tfdist.collectives.plan import Ranks
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.where import rank_program
@@ -133,7 +132,6 @@ class Selection:
                 "`tfdist.collectives.all_reduce(x, reduce_op=...)`.",
             )
             check = tf.debugging.Assert(tf.equal(extremes[0], -extremes[1]), [message])
-            exempt_from_automatic_order([check])  # else what another rank calls Python for, to decide, waits for it
             with tf.control_dependencies([check]):
                 self._agreed = tf.identity(self._agreed)
 

@@ -11,8 +11,6 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, all_reduce, point_to_point
-from tfdist.collectives.automatic_order import exempt_from_automatic_order
-from tfdist.graphs import tape
 from tfdist.losses.sliced_batch import SlicedBatch, is_mean_over_rows
 from tfdist.losses.step_gradients import weighted_in_gradient
 from tfdist.losses.trainer_step import losses_of
@@ -48,7 +46,6 @@ class Step:
     """
 
     def __init__(self, model: Any, data: Any, *, training: bool, has_loss: bool, clock: ActionClock | None = None):
-        self._began = tape.operations_so_far()
         self.model = model
         self.staged: StagedModel = model.staged_for(data[0])
         self.program: RankProgram | None = model._program()
@@ -95,7 +92,6 @@ class Step:
         if self._last_stage and not self.training:
             self._loss_together()
         self._trackers.update(self.data.known_rows)
-        exempt_from_automatic_order(tape.operations_since(self._began))
         if self._metrics_wait:
             x, y, sample_weight = self._batch_data
             found = joined(self._outputs)

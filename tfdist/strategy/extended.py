@@ -31,9 +31,11 @@ from tfdist.collectives import (
     Where,
     check_it_pays,
     choose_transport,
+    exempt_from_automatic_order,
     where,
 )
 from tfdist.data import DistributedDataset, DistributedDatasetsFromFunction, Ends, parts, split_batches
+from tfdist.graphs import tape
 from tfdist.layers import randomness, sharded_tensors
 from tfdist.placements import eager, repair
 from tfdist.placements.replicas import ReplicaCount
@@ -88,7 +90,7 @@ class ShardedExtendedMixin(VariableCreation):
                 out_of_memory.explain(fn, error)
                 raise
         fn = autograph.tf_convert(fn, ag_ctx.control_status_ctx())
-        args, kwargs = tf.nest.map_structure(rows_apart.without_static_none, (args, kwargs))
+        args, kwargs = tf.nest.map_structure(_without_static_none, (args, kwargs))
         plan = communicator.new_plan()
         graph = tf.compat.v1.get_default_graph()
         program_of = functools.partial(RankProgram, communicator, graph=graph, plan=plan)
@@ -109,6 +111,7 @@ class ShardedExtendedMixin(VariableCreation):
         @tf.autograph.experimental.do_not_convert
         def run_rank(*args: Any, **kwargs: Any) -> Any:
             rank = self.communicator.local_ranks[values_util.get_current_replica_id_as_int()]
+            began = tape.operations_so_far()
             program = program_of(rank, arguments=(args, kwargs))
             program.dealt = None if given is None else {id(x) for of_ranks in parts for x in of_ranks}
             if given is not None:
@@ -129,6 +132,7 @@ class ShardedExtendedMixin(VariableCreation):
                 program.close(summands)
                 if not program.is_eager:
                     sums_again.mark(outputs, program)
+            exempt_from_automatic_order(tape.operations_since(began))
             return summands
 
         with rows_apart.told(self._sharding.mesh):
@@ -285,3 +289,16 @@ class ShardedMirroredExtended(ShardedExtendedMixin, mirrored_strategy.MirroredEx
         self._setup(sharding, communicator or Communicator(mesh, choose_transport(mesh.devices)))
         self._check_compression()
         super().__init__(strategy, devices=self._local_devices(), cross_device_ops=self._get_cross_device_ops(None))
+
+
+def _without_static_none(argument: Any) -> Any:
+    """Returns `argument`, of `strategy.run`; if the trace knows of a rank that has no rows, as rows of which it knows no number.
+
+    Sizes of none cannot be told from others, and no index is in them.
+    """
+    if not isinstance(argument, values.PerReplica) or not all(tf.is_symbolic_tensor(x) for x in argument.values):
+        return argument
+    rows = {x.shape[0] if x.shape.rank else None for x in argument.values}
+    if 0 not in rows or rows == {0}:
+        return argument
+    return values.PerReplica([tf.compat.v1.placeholder_with_default(x, [None, *x.shape[1:]]) for x in argument.values])
