@@ -779,6 +779,35 @@ def of_checked_labels(y, p):
 
 
 @of("numbers")
+def keras_sum_of_means(y, p):
+    means = (tf.reduce_mean(z, 0, keepdims=True) for z in (y, p))
+    return keras.losses.MeanSquaredError(reduction="sum")(*means)
+
+
+@of("numbers")
+def keras_cosine_of_columns(y, p):
+    """A number for each column, of all rows."""
+    return keras.losses.CosineSimilarity(axis=0)(y, p)
+
+
+@of("means")
+def keras_mean_over_columns(y, p):
+    return keras.losses.MeanSquaredError()(tf.transpose(y), tf.transpose(p))
+
+
+@of("meeting")
+def keras_sum_of_pairs(p):
+    products = p @ tf.transpose(p)
+    return 0.1 * keras.losses.MeanSquaredError(reduction="sum")(tf.zeros_like(products), products)
+
+
+@of("meeting")
+def mean_of_integers(x, y, p):
+    """It is rounded down."""
+    return mse(y, p) * (1.0 + 0.1 * tf.cast(tf.reduce_mean(tf.cast(10.0 * tf.abs(x[:, 0]), tf.int64)), FLOAT))
+
+
+@of("numbers")
 def detached_root(y, p):
     return mse(y, p) * tf.sqrt(tf.stop_gradient(mse(y, p)))
 

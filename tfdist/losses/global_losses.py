@@ -50,9 +50,9 @@ from tfdist.losses.sliced_batch import current_sliced_batch, is_on_trial
 from tfdist.losses.trainer_step import trainer_step
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts, has_rows_of_branch
-from tfdist.placements.kinds import How, Partial, Placement
+from tfdist.placements.kinds import How, Partial, Placement, Replicate
 from tfdist.placements.repair import Repair
-from tfdist.placements.telling import is_sum, known, known_of_loss, without_extremes
+from tfdist.placements.telling import as_whole, is_sum, known, known_of_loss, without_extremes
 from tfdist.placements.totals import wide
 from tfdist.sharding.gradient_weight import GradientWeight
 
@@ -103,10 +103,7 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         values, weights = keras_loss.squeeze_or_expand_to_same_rank(values, weights)
         values *= weights
     if values.shape.rank == 0:
-        if current_sliced_batch() is not None:
-            return values
-        rank_program().attachment(GradientWeight).has_numbers = True
-        return _of_number(values, known_of_loss(rank_program(), values))
+        return _of_function(values)
     if weights is None and is_own_mean() and has_rows_of_branch(values):  # the way back out of a branch sends nothing
         values = wide(values)
         return of_all_rows(tf.cast(tf.math.divide_no_nan(tf.reduce_sum(values), tf.cast(tf.size(values), values.dtype)), dtype))
@@ -121,8 +118,19 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
 
 def reduce_sum(values: Any) -> Any:
     """Returns what a Keras loss whose reduction is a sum makes of a part's `values`, which it has weighted."""
+    if values.shape.rank == 0:
+        return _of_function(values)
+    values, _, is_of_all = _of_all_rows(values, None)
     total = tf.reduce_sum(values)
-    return _of_sum(total) if values.shape.rank != 0 and _are_own_means() else total
+    return of_all_rows(total) if is_of_all else _of_sum(total) if _are_own_means() else total
+
+
+def _of_function(value: tf.Tensor) -> Any:
+    """Returns what a part's loss is, where a loss function makes one number of it."""
+    if current_sliced_batch() is not None:
+        return value
+    rank_program().attachment(GradientWeight).has_numbers = True
+    return _of_number(value, known_of_loss(rank_program(), value))
 
 
 def of_all_rows(loss: Any) -> Any:
@@ -155,16 +163,18 @@ def _of_sum(total: Any) -> Any:
 
 
 def _of_all_rows(values: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor | None, bool]:
-    """Returns `values`, losses, and their mask, or those of the rows of all ranks, which they have gathered since rows meet in
-    them; and whether these are it."""
+    """Returns `values`, losses, and their mask, or those of all ranks, where rows meet in them or they are numbers of all rows;
+    and whether these are it."""
     program = rank_program(peers_on="data")
-    is_alone = program is None or program.is_eager or current_sliced_batch() is not None
-    here = None if is_alone else program.here()
+    here = None if program is None or current_sliced_batch() is not None else program.here()
     if here is None:
         return values, mask, False
     known_of_loss(program, values)
+    values = as_whole(program, values, "loss")
+    if here.is_eager:
+        facts: EagerFacts = here.attachment(EagerFacts)
+        return values, mask, isinstance(facts.of(values), Replicate) and facts.counts_once(values)
     repair = here.attachment(Repair)
-    values = repair.now(values)
     is_of_all = repair.is_agreed(values)
     if is_of_all and mask is not None:
         known_of_loss(program, mask)  # warns of one that is not known

@@ -16,8 +16,10 @@ def reduction(call: Call) -> Placement:
     given, how, is_place = call.inputs[0], _OVER_ROWS.get(call.type), call.type.startswith("Arg")
     call.need(not is_place or (isinstance(given, Shard) and call.shapes[0].rank is not None), Why.FUNCTION)
     call.need(call.are_same(1) and isinstance(given, Lengths | Partial | Shard))
+    is_rounded = call.type == "Mean" and call.dtypes[0].is_integer
     if isinstance(given, Partial):
         call.need(how is given.how or call.type in ("Sum", "Mean"), Why.FUNCTION)
+        call.need(not is_rounded, Why.FUNCTION)
         return Partial(how) if how is given.how else linear_in(call, given)
     if isinstance(given, Lengths):
         call.need(call.type == "Prod", Why.MIXED)
@@ -28,6 +30,7 @@ def reduction(call: Call) -> Placement:
         is_kept = not is_place and call.attribute("keep_dims")
         return moved(given, given.axis - (0 if is_kept else sum(axis < given.axis for axis in axes)))
     call.need(how is not None, Why.MEET if is_place else Why.FUNCTION)
+    call.need(not is_rounded, Why.MEET)
     call.need(how is not How.MEAN or given.is_even, Why.SOME_ROWS)
     return Partial(how)
 

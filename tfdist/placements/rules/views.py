@@ -78,7 +78,8 @@ def _reshaped_axis(call: Call, given: Shard, before: int) -> int | None:
     if rows < 2:
         return _axis_of_one_row(given, old, sizes, new, before)
     found = [b for b in range(len(new)) if math.prod(new[:b]) == before and new[b] > 1]
-    return found[0] if found and new[found[0]] % rows == 0 else None
+    is_group = bool(found) and -1 in sizes[: found[0]]  # of as many rows as the rank has: groups of the batch are more
+    return found[0] if found and not is_group and new[found[0]] % rows == 0 else None
 
 
 def _axis_of_one_row(given: Shard, old: list[int], sizes: list[int | None], new: list[int], before: int) -> int | None:
