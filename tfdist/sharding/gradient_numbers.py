@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdist import temporary
 from tfdist.collectives import RankProgram
 from tfdist.graphs import tape
+from tfdist.graphs.walks import reached
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Partial, Replicate, Shard, Unknown
 from tfdist.placements.rank_rows import RankRows
@@ -39,7 +40,8 @@ class GradientNumbers:
 
     def __init__(self, program: RankProgram):
         self._program = program
-        self._computed: set[str] = set()  # gradients, and what is computed of them, by name
+        self._gradients: set[str] = set()  # by name
+        self._computed: set[str] = set()  # these, and what is computed of them
         self._met: list[tuple[tf.Operation, int]] = []  # which operations read numbers beside gradients, and where
         self._num_searched = 0
         self._of_tapes: list[list[int]] = []  # from which operation to which a tape has made them
@@ -52,6 +54,7 @@ class GradientNumbers:
         """Notes that `gradient` is what a tape has returned."""
         if not self._computed:
             self._num_searched = len(self._program.graph.get_operations())
+        self._gradients.add(gradient.name)
         self._computed.add(gradient.name)
 
     def is_of_gradients(self, tensor: tf.Tensor) -> bool:
@@ -64,7 +67,8 @@ class GradientNumbers:
         self._follow()
         if self.is_own or not self._met:
             return
-        met, self._met = [(op, place) for op, place in self._met if self._must_be_whole(op, place)], []
+        met = [one for one in self._met if self._must_be_whole(*one)]
+        self._met = [one for one in self._met if one not in met and _adds(one[0])]  # what reads the sum may not be there yet
         if not met:
             return
         with self.own_use(is_agreeing=True):
@@ -105,14 +109,32 @@ class GradientNumbers:
         if facts.of(number) == Partial(How.REPLICAS) and not self._program.attachment(RankRows).are_means:
             return False  # by which a loop divides what it will sum
         beside = [other for other, x in enumerate(op.inputs) if x.name in self._computed]
-        # What is added may be a loss, with a penalty of gradients.
-        is_sum = row_of(op.type).linear is Linear.TOGETHER
-        if not is_sum or any(isinstance(facts.of(op.inputs[other]), Partial) for other in beside):
+        if not _adds(op) or any(self._is_gradient(op.inputs[other]) for other in beside):
             return True
+        # What is added may be a loss, with a penalty of gradients.
         with facts.assuming() as assume:  # what reads a gradient otherwise is made to read a sum
             for other in beside:
                 assume(op, other, Replicate())
-            return any(isinstance(facts.of(x), Unknown) for x in op.outputs)
+            is_unknown = any(isinstance(facts.of(x), Unknown) for x in op.outputs)
+        return is_unknown or self._meets_a_gradient(op)
+
+    def _meets_a_gradient(self, op: tf.Operation) -> bool:
+        """Whether a gradient meets what is computed of `op`, as far as the graph has come."""
+        waiting, seen = list(op.outputs), {x.name for x in op.outputs}
+        for x in waiting:
+            for reader in (one for one in x.consumers() if not tape.is_backward(one) and not tape.writes(one)):
+                others = [y for y in reader.inputs if y.name in self._computed and y.name not in seen]
+                if any(map(self._is_gradient, others)):
+                    return True
+                waiting.extend(y for y in reader.outputs if y.name not in seen)
+                seen.update(y.name for y in reader.outputs)
+        return False
+
+    def _is_gradient(self, tensor: tf.Tensor) -> bool:
+        """Whether `tensor`, computed of gradients, is a gradient still, to which something may have been added."""
+        facts = self._program.attachment(Facts)
+        terms = reached([tensor], lambda x: [y for y in x.op.inputs if y.name in self._computed] if _adds(x.op) else [])
+        return any(x.name in self._gradients or isinstance(facts.of(x), Partial) for x in terms)
 
     def _is_weight(self, number: tf.Tensor) -> bool:
         """Whether `number` is the rank's weight, or says whether it has one."""
@@ -138,3 +160,7 @@ class GradientNumbers:
                 yield
         finally:
             self._num_searched = len(self._program.graph.get_operations())
+
+
+def _adds(op: tf.Operation) -> bool:
+    return row_of(op.type).linear is Linear.TOGETHER
