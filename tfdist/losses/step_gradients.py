@@ -21,7 +21,7 @@ from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.repair import Repair
-from tfdist.placements.telling import is_sum, known, warn_of_custom_gradient, without_extremes
+from tfdist.placements.telling import as_whole, is_sum, known, warn_of_custom_gradient, without_extremes
 from tfdist.sharding.gradient_numbers import GradientNumbers
 from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.gradient_weight import GradientWeight
@@ -62,6 +62,9 @@ def gradient_of_targets(
     weights = program.attachment(GradientWeight)
     if _are_of_all_rows(program, targets, sources):
         return gradient(target, output_gradients)
+
+    if output_gradients is not None:
+        output_gradients = tf.nest.map_structure(lambda x: _seed_of_all_rows(program, x), output_gradients)
 
     def taken(seeds: Any, began_with: tf.Tensor | None = None, factor: tf.Tensor | None = None) -> Any:
         with temporary.attributes(weights, began_with=began_with), _going_back(program, gradient_tape, factor):
@@ -151,6 +154,15 @@ def _are_same_on_all(program: RankProgram, targets: list[tf.Tensor]) -> bool:
     return here is not None and all(
         tf.is_symbolic_tensor(x) and here.exists_here(x) and here.attachment(Facts).of(x) == Replicate() for x in targets
     )
+
+
+def _seed_of_all_rows(program: RankProgram, given: Any) -> Any:
+    """Returns what a tape is to begin with, as the user has `given` it, where that is computed of numbers of all rows."""
+    is_of_gradients = not program.is_eager and program.here().attachment(GradientNumbers).is_of_gradients
+    if not tf.is_tensor(given) or not program.exists_here(given) or is_of_gradients and is_of_gradients(given):
+        return given
+    known(program, given, "loss", tf.distribute.get_strategy(), "What `output_gradients` gives to a tape")
+    return as_whole(program, given, "loss")
 
 
 def _seeds_of_shares(program: RankProgram, targets: list[tf.Tensor], given: Any) -> Any:
