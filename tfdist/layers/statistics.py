@@ -78,10 +78,11 @@ class Statistics:
             self._agreed.add(key)  # the sum of the ranks', or this rank's part of it
             return value
         repair, label = program.attachment(Repair), f"statistics/{variable.path}"
-        placement = repair.known(value, label)
-        if placement == Replicate(is_drawn=True):
-            return value
-        whole = repair.whole(value, label)
+        with repair.without_shares():
+            placement = repair.known(value, label)
+            if placement == Replicate(is_drawn=True):
+                return value
+            whole = repair.whole(value, label)
         if whole is None:
             self._agreed.discard(key)
             _warn(variable, placement)

@@ -104,7 +104,7 @@ class Repair:
             if (outside := self._facts.outside_of(op.outputs[0])) is None:
                 continue
             repair, outer = outside[0].attachment(Repair), outside[1]
-            with temporary.attributes(repair._plan, bears_shares=False), self._program.outermost():
+            with repair.without_shares(), self._program.outermost():
                 repair.known(outer, label)
                 self._facts.forget(op.outputs)
                 if (now := repair.now(outer)) is not outer:
@@ -136,6 +136,10 @@ class Repair:
     def whole(self, tensor: tf.Tensor, label: str) -> tf.Tensor | None:
         """Returns what `tensor` is on one device, the same on all ranks; None: that is not known."""
         return self.wholes([tensor], label)[0]
+
+    def without_shares(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which what is asked for is no loss, in which a loop's share may stand beside what all ranks have."""
+        return temporary.attributes(self._plan, bears_shares=False)
 
     def wholes(self, tensors: Sequence[tf.Tensor], label: str) -> list[tf.Tensor | None]:
         """Returns the same of several: their numbers are in one message."""
