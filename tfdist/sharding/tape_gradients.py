@@ -241,8 +241,9 @@ class TapeGradients:
         below = dict.fromkeys(summand for _, tensor in reads for summand in self._linear.of(tensor) or ())
         with self._marked(), self._program.outermost(), tape.stop_recording():
             self._sum_missing(below)
-            for operation, tensor in reads:
-                tape.reconnect(operation, tensor, self._image(tensor))
+            images = [self._image(tensor) for _, tensor in reads]  # first: a product of which one factor is read is linear
+            for (operation, tensor), image in zip(reads, images, strict=True):
+                tape.reconnect(operation, tensor, image)
 
     def _sum_missing(self, summands: Iterable[_Summand]) -> None:
         wanted = set(summands)
