@@ -1385,6 +1385,24 @@ of_gradients = lambda **settings: of("gradients", kind="gradient", **settings)  
 
 
 @of_gradients()
+def iterated(grads):
+    """Newton and Schulz's steps, one by one."""
+    for _ in range(2):
+        grads = [g - 0.5 * g * g * g for g in grads]
+    return grads
+
+
+@of_gradients()
+def over_their_largest_and_the_loss(grads, loss):
+    return [g / (tf.reduce_max(tf.abs(g)) + loss) for g in grads]
+
+
+@of_gradients()
+def beside_their_largest_and_the_loss(grads, loss):
+    return [g + tf.reduce_max(tf.abs(g)) + loss for g in grads]
+
+
+@of_gradients()
 def times_the_loss(grads, loss):
     return [g * loss for g in grads]
 
