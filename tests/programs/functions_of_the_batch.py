@@ -802,6 +802,12 @@ def keras_sum_of_pairs(p):
 
 
 @of("meeting")
+def logsumexp_of_pairs(y, p):
+    """TensorFlow's looks at the shape of the number that it has."""
+    return tf.reduce_logsumexp(p @ tf.transpose(y))
+
+
+@of("meeting")
 def mean_of_integers(x, y, p):
     """It is rounded down."""
     return mse(y, p) * (1.0 + 0.1 * tf.cast(tf.reduce_mean(tf.cast(10.0 * tf.abs(x[:, 0]), tf.int64)), FLOAT))

@@ -125,14 +125,9 @@ def default_cases():
         2,
     )
     yield Case(("rmse", "of_checked_labels"), "fit", "coincide"), 0, 2  # a hang, where ranks' assertions wait for each other's
-    by_keras = (
-        "keras_sum_of_means",
-        "keras_cosine_of_columns",
-        "keras_mean_over_columns",
-        "keras_sum_of_pairs",
-        "mean_of_integers",
-    )
-    yield from ((Case(by_keras, way, "uneven"), stage, 2) for way, stage in (("step", 3), ("fit", 0)))
+    by_keras = ("keras_sum_of_means", "keras_cosine_of_columns", "keras_mean_over_columns", "keras_sum_of_pairs")
+    others = (*by_keras, "mean_of_integers", "logsumexp_of_pairs")
+    yield from ((Case(others, way, "uneven"), stage, 2) for way, stage in (("step", 3), ("fit", 0)))
     # What the number of replicas divides counts on a rank without rows, too, and is no number of rows where a rank has as many.
     divided = ("rmse", "mean_of_rows", "in_batch_negatives", "from_the_last_row", "neighbours")
     yield from ((Case(divided, "loop_divided", form), stage, 2) for form, stage in (("empty", 0), ("coincide_dynamic", 3)))

@@ -18,7 +18,7 @@ from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Re
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.remaking import Remaking
 from tfdist.placements.surroundings import bytes_of, goes_on_linearly, is_size, readers_of
-from tfdist.placements.table import is_elementwise
+from tfdist.placements.table import is_elementwise, is_shape
 
 OUTPUT = -1
 _WEIGHT = Partial(How.SHARE)
@@ -106,6 +106,7 @@ class RepairPlan:
             return True
         if self._remaking.is_needed():
             return self._remaking.can_be_made([op], tensor)
+        after = [one for one in after if not (is_shape(one.type) and one.inputs[0].shape.rank == 0)]  # none, whatever is read
         has_effects = any(tape.has_an_effect(one) or not one.outputs for one in after)
         return not has_effects and all(isinstance(self._facts.of(x), Unknown) for one in after for x in one.outputs)
 
