@@ -103,14 +103,16 @@ _ROWS = (
 
 @replaces("tensorflow.python.ops.array_ops", "shape_internal", why=_ROWS)
 def _shape(original: Callable[..., Any], input: Any, name: Any = None, optimize: bool = True, out_type: Any = None) -> Any:
-    is_of_rows = bool(axes_of_static_rows(input))
-    return original(_readable(input) if is_of_rows else input, name, optimize and not is_of_rows, out_type)
+    return _asked_of_rows(original, input, name, optimize, out_type)
 
 
-def _readable(x: tf.Tensor) -> tf.Tensor:
-    """Returns `x` as what a GPU knows the shape of: int32 it would send to its host for that."""
+def _asked_of_rows(original: Callable[..., Any], input: Any, name: Any, optimize: bool, out_type: Any) -> Any:
+    """Asks for the shape or the size of `input`, for no constant if that is rows. Int32 a GPU would send to its host."""
+    if not axes_of_static_rows(input):
+        return original(input, name, optimize, out_type)
     program = rank_program()
-    return tf.cast(x, tf.int64) if program is not None and not program.is_on_cpu and x.dtype == tf.int32 else x
+    is_sent = program is not None and not program.is_on_cpu and input.dtype == tf.int32
+    return original(tf.cast(input, tf.int64) if is_sent else input, name, False, out_type)
 
 
 @replaces("tensorflow.python.ops.array_ops", "array_like_impl", why=_ROWS)
@@ -131,8 +133,7 @@ def _array_like(
 def _size(original: Callable[..., Any], input: Any, name: Any = None, optimize: bool = True, out_type: Any = tf.int32) -> Any:
     if tf.executing_eagerly() and isinstance(input, tf.Tensor) and rank_program() is not None:
         return tf.raw_ops.Size(input=input, out_type=out_type)
-    is_of_rows = bool(axes_of_static_rows(input))
-    return original(_readable(input) if is_of_rows else input, name, optimize and not is_of_rows, out_type)
+    return _asked_of_rows(original, input, name, optimize, out_type)
 
 
 @replaces("keras.src.backend.tensorflow.core", "shape")
