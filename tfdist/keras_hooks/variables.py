@@ -11,7 +11,7 @@ from tfdist.keras_hooks.table import replaces
 from tfdist.layers import layer_strategy
 from tfdist.layers.statistics import note_assigned, value_to_assign
 from tfdist.pipeline import deferred_weights
-from tfdist.sharding import ShardedVariable, kept_placement, keras_scope, placement
+from tfdist.sharding import ReplicatedMirroredVariable, ShardedVariable, kept_placement, keras_scope, placement
 from tfdist.sharding.apart import outside_ranks
 
 _LATER = """Under a pipeline nobody knows in which stage a layer will be when it is built: its weights are made when that is
@@ -33,6 +33,8 @@ def _initialize(original: Callable[..., None], self: Any, initializer: Callable[
     if not deferred_weights.defer(self, initializer):
         with placement(**kept_placement(self)):
             original(self, initializer)
+        if isinstance(self._value, ReplicatedMirroredVariable):
+            self._value.is_of_keras = True
 
 
 @replaces("keras.Variable", "_deferred_initialize", why=_LATER)
@@ -49,9 +51,9 @@ def _assign(original: Callable[..., Any], self: Any, value: Any) -> Any:
 
 @replaces("keras.Variable", "_direct_assign")
 def _direct_assign(original: Callable[..., None], self: Any, value: Any) -> None:
-    """What a step assigns is of a rank's own examples: it becomes that of the global batch, or is averaged at the step's end. The
-    variable of TensorFlow below sees no difference to one that a program assigns itself, and that stays each rank's."""
-    original(self, value_to_assign(self, value))
+    """What a step assigns is of a rank's own examples: it becomes that of the global batch, or is averaged at the step's end. So
+    is what is assigned to a variable that is TensorFlow's alone (`ReplicatedMirroredVariable`)."""
+    original(self, value_to_assign(self._value, self.path, value))
     note_assigned(self._value)
 
 

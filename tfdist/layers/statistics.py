@@ -18,7 +18,7 @@ it does not see the assignment.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -31,7 +31,7 @@ from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Partial, Placement, Replicate, Unknown
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
-from tfdist.sharding import UnshardSchedule, gradient_graph, keras_scope
+from tfdist.sharding import ReplicatedMirroredVariable, UnshardSchedule, gradient_graph, keras_scope
 from tfdist.sharding.gradient_numbers import GradientNumbers
 from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.gradient_weight import GradientWeight
@@ -64,9 +64,9 @@ class Statistics:
         """Says that all ranks assign the same to `variables`."""
         self._agreed.update(id(variable._value) for variable in variables)
 
-    def value_of_batch(self, variable: keras.Variable, value: Any) -> Any:
-        """Returns what this rank assigns to `variable`, for which it has computed `value`."""
-        key = id(variable._value)
+    def value_of_batch(self, variable: tf.Variable, path: str, value: Any) -> Any:
+        """Returns what this rank assigns to `variable`, which Keras calls `path`, and for which it has computed `value`."""
+        key = id(variable)
         if key in self._weights or not tf.is_symbolic_tensor(value) or is_given_everywhere():
             return value
         program = self._program.here()
@@ -77,7 +77,7 @@ class Statistics:
         if _is_of_gradients(value, program) and not self._is_of_rows_and_sums(value):
             self._agreed.add(key)  # the sum of the ranks', or this rank's part of it
             return value
-        repair, label = program.attachment(Repair), f"statistics/{variable.path}"
+        repair, label = program.attachment(Repair), f"statistics/{path}"
         with repair.without_shares():
             placement = repair.known(value, label)
             if placement == Replicate(is_drawn=True):
@@ -85,7 +85,7 @@ class Statistics:
             whole = repair.whole(value, label)
         if whole is None:
             self._agreed.discard(key)
-            _warn(variable, placement)
+            _warn(variable, path, placement)
             return value
         self._agreed.add(key)
         whole.set_shape(value.shape)
@@ -119,7 +119,8 @@ class Statistics:
             sums = apart(total, [value.shape for value in values] + [tf.TensorShape([])] * len(weights))
             for index, (variable, value) in enumerate(zip(variables, values, strict=True)):
                 weight = sums[len(values) + index]
-                variable.assign(tf.cast(tf.where(weight > 0, sums[index] / weight, value), variable.dtype))
+                mean = tf.cast(tf.where(weight > 0, sums[index] / weight, value), variable.dtype)
+                variable.values[program.local_index].assign(mean)
 
     def _weight(self, variable: tf.Variable, rows: tf.Tensor) -> tf.Tensor:
         weight = self._weights.get(id(variable), rows)
@@ -127,12 +128,28 @@ class Statistics:
         return weight if self._program.exists_here(weight) else rows
 
 
-def value_to_assign(variable: keras.Variable, value: Any) -> Any:
+def value_to_assign(variable: tf.Variable, path: str, value: Any) -> Any:
     """Returns what a rank that has computed `value` for `variable` assigns: of the global batch, where that can be told."""
     program = rank_program(peers_on="data")
-    if program is None or program.is_eager or not _is_same_on_all(variable._value) or _is_of_rank():
+    if program is None or program.is_eager or not _is_same_on_all(variable) or _is_of_rank():
         return value
-    return program.attachment(Statistics).value_of_batch(variable, value)
+    return program.attachment(Statistics).value_of_batch(variable, path, value)
+
+
+def update_of_users(variable: tf.Variable, value: Any, update: Callable[[Any], Any]) -> Any:
+    """Lets a rank `update` a variable that is not Keras's by what it has computed: a value, a summand, some rows."""
+    path = variable.name.partition(":")[0]
+    if isinstance(value, tf.IndexedSlices):
+        values, indices = (value_to_assign(variable, path, x) for x in (value.values, value.indices))
+        whole = tf.IndexedSlices(values, indices, value.dense_shape)
+    else:
+        whole = value_to_assign(variable, path, value)
+    updated = update(whole)
+    note_assigned(variable)
+    return updated
+
+
+ReplicatedMirroredVariable.update_of_users = staticmethod(update_of_users)
 
 
 def note_assigned(variable: tf.Variable) -> None:
@@ -173,15 +190,15 @@ def _is_of_gradients(value: tf.Tensor, program: RankProgram) -> bool:
     return is_of_outside or bool(of_wholes or program.attachment(GradientStubs).below(value))
 
 
-def _warn(variable: keras.Variable, placement: Placement) -> None:
+def _warn(variable: tf.Variable, path: str, placement: Placement) -> None:
     """Warns, once for `variable`, that what is assigned to it is no value of the global batch."""
     if id(variable) in _told:
         return
     _told[id(variable)] = variable
     why = placement.what if isinstance(placement, Unknown) else type(placement).__name__
-    what = "the mean over the devices" if _is_statistic(variable._value) else "its own value on each device"
+    what = "the mean over the devices" if _is_statistic(variable) else "its own value on each device"
     errors.warn(
-        f"Variable {variable.path!r} is assigned what a device has computed of its own rows, and what that is of the global "
+        f"Variable {path!r} is assigned what a device has computed of its own rows, and what that is of the global "
         f"batch cannot be told ({why}). It becomes {what}.",
         fix="Reduce what depends on rows (`tfdist.collectives.all_reduce`), or gather the rows "
         "(`tfdist.collectives.all_gather(x, uneven=True)`), before it is assigned.",

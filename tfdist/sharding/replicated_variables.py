@@ -43,7 +43,20 @@ class ReplicatedMirroredVariable(_WithLayout, values.MirroredVariable):
 
     Outside replicas, in `strategy.scope()` too, a gradient tape knows it by the handle of the first local rank's copy, which is
     the one that is read there.
+
+    Attributes:
+        is_of_keras: whether it stores a variable of Keras, which looks at what is assigned itself.
+        update_of_users: of every other one: what a rank, in a step, updates it with (`layers.statistics`).
     """
+
+    is_of_keras = False
+    update_of_users: Callable[..., Any]
+
+    def _update_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        def update(value: Any) -> Any:
+            return super(ReplicatedMirroredVariable, self)._update_replica(update_fn, value, **kwargs)
+
+        return update(value) if self.is_of_keras else self.update_of_users(self, value, update)
 
     @property
     def handle(self) -> tf.Tensor:
