@@ -107,11 +107,11 @@ class StepsAlongTheHessian(keras.Sequential):
         return {"loss": loss}
 
 
-def fitted(kind, strategy):
+def fitted(kind, strategy, rows=None):
     with strategy.scope():
         model = kind([keras.Input((6,)), *(keras.layers.Dense(units, "tanh") for units in (5, 3))])
         model.compile(keras.optimizers.SGD(0.1))
-    return model.fit(X, X, batch_size=6, shuffle=False, verbose=0).history["loss"], model.get_weights()
+    return model.fit(X[:rows], X[:rows], batch_size=6, shuffle=False, verbose=0).history["loss"], model.get_weights()
 
 
 def product_of_the_hessian_in_fit(strategy):
@@ -137,6 +137,63 @@ class NormsOfGradients(keras.Sequential):
 
 def norms_of_gradients_in_fit(strategy):
     return fitted(NormsOfGradients, strategy)
+
+
+class DerivativesByInputs(keras.Sequential):
+    """Each row's Jacobian by its inputs, as a physics-informed loss has it."""
+
+    def train_step(self, data):
+        x, _ = data
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                found = self(x, training=True)
+            loss = tf.reduce_mean(found**2) + tf.sqrt(tf.reduce_mean(inner.batch_jacobian(found, x) ** 2))
+        self.optimizer.apply(outer.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def derivatives_by_inputs_in_fit(strategy):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*contains")
+        return fitted(DerivativesByInputs, strategy, rows=13)  # one row in the last batch
+
+
+def derivatives_by_inputs(strategy):
+    model, optimizer = made(strategy)
+
+    def rank_step(x):
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                found = model(x, training=True)
+            loss = share(found) + share(inner.batch_jacobian(found, x))
+        optimizer.apply(outer.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*contains")
+        return run_steps(strategy, model, rank_step)
+
+
+def weights_assigned_by_hand(strategy):
+    """Three gradients, of which each is of the weights that the one before was added to."""
+    model, _ = made(strategy)
+    with strategy.scope():
+        momenta = [tf.Variable(tf.zeros(w.shape), trainable=False) for w in model.trainable_variables]
+
+    def rank_step(x):
+        for _ in range(3):
+            with tf.GradientTape() as tape:
+                loss = share(model(x, training=True))
+            for weight, momentum, g in zip(
+                model.trainable_variables, momenta, tape.gradient(loss, model.trainable_variables), strict=True
+            ):
+                momentum.assign(0.9 * momentum + g / (1.0 + tf.norm(g)))
+                weight.assign_sub(0.1 * momentum)
+        return loss
+
+    return run_steps(strategy, model, rank_step), [momentum.numpy() for momentum in momenta]
 
 
 def weights_read_for_each_example(strategy):
@@ -192,6 +249,9 @@ PROGRAMS = [
     adaptation_to_each_task,
     numbers_are_checked,
     norms_of_gradients_in_fit,
+    derivatives_by_inputs_in_fit,
+    derivatives_by_inputs,
+    weights_assigned_by_hand,
 ]
 
 

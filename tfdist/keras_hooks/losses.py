@@ -30,6 +30,8 @@ from tfdist.losses.tensors_of_weights import is_of_weights
 from tfdist.losses.trainer_step import of_trainer, trainer_step
 from tfdist.optimizers.application import noted
 from tfdist.pipeline.model import PipelineModel
+from tfdist.placements.redistribute import Redistribution
+from tfdist.placements.repair import meant_of_own_rows
 from tfdist.sharding import UnshardSchedule, config_of
 from tfdist.sharding.gradient_weight import GradientWeight
 
@@ -150,8 +152,10 @@ def _compute_loss(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     weight: GradientWeight | None = None if program is None else program.attachment(GradientWeight)
     if weight is None or not weight.is_in_loss:
         return loss
-    # A penalty of weights times a mean: without rows its derivative is the weight, 0, times the mean of nothing.
+    # A penalty of weights times a mean: without rows its derivative is the weight, 0, times the mean of nothing. So is that by
+    # the weights that a layer multiplies a mean with, which goes back to rows.
     weight.has_numbers |= any(layer._get_own_losses() for layer in self._flatten_layers())
+    weight.has_numbers |= not program.is_eager and program.attachment(Redistribution).bears_gradients
     return weighted_in_gradient(loss)
 
 
@@ -203,3 +207,29 @@ def _jacobian(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
     is_eager = program is not None and program.is_eager
     with program.attachment(UnshardSchedule).own_gradients() if is_eager else contextlib.nullcontext():
         return original(self, *args, **kwargs)
+
+
+@replaces("tensorflow.GradientTape", "batch_jacobian")
+def _batch_jacobian(
+    original: Callable[..., Any],
+    self: Any,
+    target: Any,
+    source: Any,
+    unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    parallel_iterations: Any = None,
+    experimental_use_pfor: bool = True,
+) -> Any:
+    """Of each row. TensorFlow divides a size by a number of rows, perhaps none, to find the number of columns, which is known."""
+    columns, others = target.shape[1:], source.shape[1:]
+    known = columns.is_fully_defined() and others.is_fully_defined() and columns.num_elements()
+    if rank_program() is None or not tf.is_symbolic_tensor(target) or not known or not experimental_use_pfor:
+        return original(self, target, source, unconnected_gradients, parallel_iterations, experimental_use_pfor)
+
+    def of_column(seed: tf.Tensor) -> tf.Tensor:
+        return self.gradient(target, source, tf.ones_like(target) * seed, tf.UnconnectedGradients.ZERO)
+
+    with meant_of_own_rows(rank_program(), like=source) as found:
+        seeds = tf.reshape(tf.eye(known, dtype=target.dtype), [known, *columns])
+        of_columns = tf.vectorized_map(of_column, seeds, fallback_to_while_loop=False)
+        found.append(tf.reshape(tf.experimental.numpy.moveaxis(of_columns, 0, 1), [-1, *columns, *others]))
+    return found[0]

@@ -56,6 +56,11 @@ class Redistribution:
         self._made: set[tf.Operation] = set()  # which they have not seen
         self._told: dict[int, tuple[tf.GradientTape, int]] = {}  # how many, by the id of a tape, which stays its own
 
+    @property
+    def bears_gradients(self) -> bool:
+        """Whether ranks have agreed on numbers that a tape may go back through."""
+        return any(isinstance(change, _Agreement) for change in self._changes)
+
     def found(self, tensor: tf.Tensor) -> tf.Tensor | None:
         """Returns what `agree` or `gather` has made of `tensor`."""
         return self._found.get(tensor.name)

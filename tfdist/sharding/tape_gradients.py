@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, group_ops
 from tfdist.graphs import tape
+from tfdist.graphs.walks import reached
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Partial, Placement
@@ -75,6 +76,8 @@ class TapeGradients:
         `whole_sums(grads, variables)` sums those of variables over the ranks.
         """
         self.be_asked()
+        if self._is_written():
+            self.settle()  # not in one message with these
         self._whole_sums = whole_sums or self._whole_sums
         is_in_loss = self._program.attachment(GradientWeight).is_in_loss
         for grad, variable in zip(grads, variables, strict=True):
@@ -286,6 +289,12 @@ class TapeGradients:
                 waiting += after
                 seen.update(output.name for output in after)
         return reads
+
+    def _is_written(self) -> bool:
+        """Whether a variable is assigned what is to read the sum of a gradient: what follows may have read that variable."""
+        reads = [] if self._is_own else [op for op, _ in self._reads()]
+        outputs = reached([x for op in reads for x in op.outputs], lambda x: [y for op in x.consumers() for y in op.outputs])
+        return any(map(tape.writes, [*reads, *(op for x in outputs for op in x.consumers())]))
 
     def _image(self, tensor: tf.Tensor) -> tf.Tensor:
         with self._marked(), self._program.outermost(), tape.stop_recording():

@@ -54,7 +54,8 @@ def reshape(call: Call) -> Placement:
         return Shard(axis, given.rows, given.is_even and lengths.is_even, lengths.pieces)
     old, new = _number(call.shapes[0], given.axis + 1), _number(call.results[0], axis + 1)
     is_split = bool(old and new and old % new == 0)
-    pieces = given.pieces * old // new if given.pieces and old and new and given.pieces * old % new == 0 else None
+    pieces = given.pieces * old // new if given.pieces and old and new else None
+    call.need(pieces is None or given.pieces * old % new == 0, Why.MEET)  # else in groups of rows
     call.need(not given.is_joined or pieces is not None or is_split)
     return Shard(axis, given.rows, given.is_even, pieces)
 
