@@ -67,7 +67,7 @@ ALLOWED = (
     Allowed("to the GPU", "int8 CudnnRNNV3 -> ZerosLike", "what cuDNN keeps on the host for its backward pass", "LSTM|GRU"),
     Allowed("across", r"GPU to GPU: b?float(16|32) \w+ -> Identity", "messages of a pipeline in one process", "pipeline|2x2x2"),
     Allowed(
-        "across", "GPU to host: float32 DivNoNan -> AddN", "`strategy.reduce` of a loss outside the ranks", "loop of one's own"
+        "across", "GPU to host: float32 Identity -> AddN", "`strategy.reduce` of a loss outside the ranks", "loop of one's own"
     ),
 )
 

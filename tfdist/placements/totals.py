@@ -8,6 +8,7 @@ from typing import TypeAlias
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, all_reduce, group_ops
+from tfdist.placements.constants import value_of
 from tfdist.placements.kinds import How
 from tfdist.placements.rank_rows import RankRows
 
@@ -30,7 +31,10 @@ class Totals:
     def of(self, tensors: Tensors, hows: Sequence[How], label: str) -> list[tf.Tensor]:
         """Returns what `tensors`, of one shape on all ranks, are of all rows: one message, one more for maxima and for minima."""
         found: dict[int, tf.Tensor] = {}
-        sums = [place for place, how in enumerate(hows) if how not in EXTREMES and how is not How.REPLICAS]
+        for place, (x, how) in enumerate(zip(tensors, hows, strict=True)):
+            if how in (How.SUM, How.COUNT) and self._is_alike(x):
+                found[place] = tf.constant(value_of(x) * self._replicas, x.dtype)
+        sums = [place for place, how in enumerate(hows) if how not in (*EXTREMES, How.REPLICAS) and place not in found]
         if sums:
             totals = self._sums([tensors[place] for place in sums], [hows[place] in MEANS for place in sums], label)
             found.update(zip(sums, totals, strict=True))
@@ -42,6 +46,12 @@ class Totals:
         found.update((place, tensors[place] / self._replicas) for place, how in enumerate(hows) if how is How.REPLICAS)
         rounded = [tf.round(found[place]) if x.dtype.is_integer else found[place] for place, x in enumerate(tensors)]
         return [tf.cast(y, x.dtype) for x, y in zip(tensors, rounded, strict=True)]
+
+    def _is_alike(self, x: tf.Tensor) -> bool:
+        """Whether `x` is a number of rows that is known when the step is traced, and that all ranks have alike."""
+        ranks, program = self._program.group_ranks("data"), self._program
+        is_known = program.are_sizes_equal and set(ranks).issubset(program.communicator.local_ranks)
+        return is_known and tf.is_symbolic_tensor(x) and x.dtype.is_integer and value_of(x) is not None
 
     def reduced(self, tensors: Tensors, how: str, label: str) -> list[tf.Tensor]:
         """Reduces tensors over the data ranks, those of one dtype in one message; few numbers, all in one."""
