@@ -17,14 +17,15 @@ from tfdist.graphs import tape
 from tfdist.keras_hooks.table import BACKEND_NN, BACKEND_NUMPY, replaces
 from tfdist.kernels import crossentropy, feature_norms, matrix_products
 from tfdist.kernels.gelu import gelu
-from tfdist.placements.facts import axes_of_static_rows
+from tfdist.placements.facts import axes_of_static_rows, have_met
 from tfdist.sharding import config_of
 
 
-def _program() -> RankProgram | None:
-    """Returns the program of the rank that computes; None where none does, or where its strategy's kernels are off."""
+def _program(x: Any = None) -> RankProgram | None:
+    """Returns the program of the rank that computes; None where none does, or where its strategy's kernels are off, or where rows
+    have met in `x`: what is made of it will be made again, of all, and a kernel's gradient function would not."""
     program, config = rank_program(), config_of(tf.distribute.get_strategy())
-    if program is None or config is None:
+    if program is None or config is None or have_met(x):
         return None
     wanted = config.use_kernels
     is_on = program.is_on_cpu if wanted is None else wanted  # measured on CPUs alone: docs/notes/kernels.md
@@ -34,7 +35,7 @@ def _program() -> RankProgram | None:
 @replaces(BACKEND_NN, "gelu")
 def _gelu(original: Callable[..., Any], x: Any, approximate: bool = True) -> Any:
     """TensorFlow's keeps three tensors of the hidden layer's size for the backward pass; one is enough."""
-    program = _program()
+    program = _program(x)
     if program is None or not (isinstance(x := keras.ops.convert_to_tensor(x), tf.Tensor) and x.dtype.is_floating):
         return original(x, approximate)
     return gelu(x, approximate, on_cpu=program.is_on_cpu)
@@ -51,7 +52,7 @@ def _layer_normalization(
     rms_scaling: bool = False,
 ) -> Any:
     """Keras's keeps two tensors of the input's size for the backward pass, and takes more operations."""
-    program = _program()
+    program = _program(x)
     if program is None or rms_scaling or not feature_norms.is_over_features(x, axis, gamma, beta):
         return original(x, gamma=gamma, beta=beta, axis=axis, epsilon=epsilon, rms_scaling=rms_scaling)
     return _normalized(program, x, gamma, beta, epsilon, subtract_mean=True)
@@ -62,7 +63,7 @@ def _rms_normalization(
     original: Callable[..., Any], x: Any, scale: Any = None, axis: Any = -1, epsilon: float | None = None
 ) -> Any:
     """Keras's keeps two tensors of the input's size for the backward pass, and takes more operations."""
-    program = _program()
+    program = _program(x)
     if program is None or not feature_norms.is_over_features(x, axis, scale):
         return original(x, scale=scale, axis=axis, epsilon=epsilon)
     return _normalized(program, x, scale, None, epsilon, subtract_mean=False)
@@ -107,7 +108,7 @@ def _sparse_categorical_crossentropy(
     original: Callable[..., Any], target: Any, output: Any, from_logits: bool = False, axis: int = -1
 ) -> Any:
     """TensorFlow's kernel goes over the logits in a scalar loop on CPUs, and takes three times as long."""
-    program, losses = _program(), None
+    program, losses = _program(output), None
     # On a GPU TensorFlow's kernel is good, and another would not notice a label that is out of range.
     axes = axes_of_static_rows(output)
     are_rows = bool(axes) and axes[-1] == len(output.shape) - 1  # the classes, whose number is then no constant

@@ -29,7 +29,7 @@ def _maybe_build(original: Callable[..., None], self: Any, call_spec: Any) -> No
 @replaces("keras.layers.Layer", "__call__", signature="(self, *args, **kwargs)")
 def _layer_call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Rows of the batch that meet in a layer are those of all ranks."""
-    return of_layer(self, original(self, *args, **kwargs))
+    return of_layer(self, functools.partial(original, self), args, kwargs)
 
 
 @replaces("keras.layers.BatchNormalization", "_moments")

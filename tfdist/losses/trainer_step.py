@@ -75,8 +75,9 @@ def _of_means(logs: Any, model: Any, program: RankProgram) -> Any:
     """Returns `logs`, what a step has returned, with numbers of which the ranks' own, by their weights, make up one device's."""
 
     def mean(path: tuple[Any, ...], x: Any) -> Any:
-        if not (isinstance(x, tf.Tensor) and x.dtype.is_floating and x.shape.rank == 0 and program.exists_here(x)):
+        if not (isinstance(x, tf.Tensor) and x.shape.rank == 0 and program.exists_here(x)):
             return x
+        x = tf.cast(x, tf.int32) if x.dtype == tf.bool else x  # Keras logs a mean over the ranks
         name = "/".join(map(str, path))
         return as_mean(program, x, f"log/{name}", model, f"What a step of {type(model).__name__} returns as {name!r}")
 

@@ -113,7 +113,7 @@ class EagerFacts:
 
     def as_mean(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
         """Returns `tensor` such that the ranks' own, by their weights, make up what one device has, as far as that is known."""
-        tensor = self.without_extremes(tensor, label)
+        tensor = self.as_whole(tensor, label) if tensor.dtype.is_integer else self.without_extremes(tensor, label)
         placement = self.of(tensor)
         with self.not_seen():
             return self._over_weight(tensor) if isinstance(placement, Partial) and placement.is_sum else tensor

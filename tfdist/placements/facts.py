@@ -18,6 +18,7 @@ from tfdist.collectives import RankProgram, rank_program
 from tfdist.collectives.results import Results
 from tfdist.graphs import tape
 from tfdist.graphs.walks import before, inputs_first, reached
+from tfdist.placements.constants import value_of
 from tfdist.placements.graph_facts import GraphFacts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
@@ -187,6 +188,25 @@ def axes_of_static_rows(x: Any) -> tuple[int, ...]:
         sizes = [(axis, size) for axis, size in enumerate(x.shape) if size is not None]
         return tuple(axis for axis, size in sizes if size in rows or any(n > 1 and size % n == 0 for n in rows))
     return (placement.axis,) if isinstance(placement, Shard) else ()
+
+
+_KEEP_ROWS = "BatchMatMulV2 Cumsum Einsum MatMul RandomShuffle ReverseV2 Roll Softmax".split()
+
+
+def keeps_rows(op: tf.Operation) -> bool:
+    """Whether `op`, in which rows meet, returns as many as it is given: in another order, or each with something of all."""
+    if op.type == "StridedSlice":
+        step, is_all = value_of(op.inputs[3]), op.get_attr("begin_mask") & op.get_attr("end_mask") & 1
+        return step is not None and step[0] == -1 and bool(is_all)
+    return op.type in _KEEP_ROWS
+
+
+def have_met(x: Any) -> bool:
+    """Whether rows of the batch have met in `x`, or it is of something else that a rank's own rows do not tell."""
+    program = rank_program(peers_on="data")
+    here = None if program is None or program.is_eager or program.mesh.splits_layers else program.here()
+    is_here = here is not None and tf.is_symbolic_tensor(x) and here.exists_here(x)
+    return is_here and isinstance(here.attachment(Facts).of(x), Unknown)
 
 
 def has_rows_of_branch(x: tf.Tensor) -> bool:

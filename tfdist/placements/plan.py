@@ -171,7 +171,7 @@ class RepairPlan:
             return placement.is_even
         if isinstance(placement, Places):
             is_numbered = placement.are_all or (len(placement.rows) == 1 and placement.pieces == 1)
-            return is_numbered and tensor.shape.rank == 1 and self._program.outer is None
+            return is_numbered and all(size == 1 for size in tensor.shape[1:]) and self._program.outer is None
         if isinstance(placement, Partial):
             return self.can_agree(tensor)
         is_known = isinstance(placement, Shard) and bool(tensor.shape.rank)

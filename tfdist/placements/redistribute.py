@@ -102,6 +102,10 @@ class Redistribution:
         self._changes.append(op)
         self._made.add(op)
 
+    def has_made(self, op: tf.Operation) -> bool:
+        """Whether `op` is none of the user's program."""
+        return op in self._made
+
     def gather(self, tensor: tf.Tensor, label: str) -> None:
         """Gathers the rows of `tensor`, a `Shard`, from all data ranks; the way back sums what readers of all ranks send. Of
         `Places` and `Lengths` the number of rows of all ranks is known behind it."""
@@ -155,7 +159,8 @@ class Redistribution:
                 total = all_reduce(tensor[placement.axis], "data", label=label)
                 return tf.concat([tensor[: placement.axis], [total], tensor[placement.axis + 1 :]], 0)
             if placement.are_all:
-                return tf.range(all_reduce(tf.size(tensor, out_type=tensor.dtype), "data", label=label))
+                numbers = tf.range(all_reduce(tf.size(tensor, tf.int64), "data", label=label))
+                return tf.cast(tf.reshape(numbers, [-1, *tensor.shape[1:]]), tensor.dtype)
             numbered = tf.shape(self._program.graph.get_tensor_by_name(placement.rows[0]), tensor.dtype)[:1]
             counts = all_gather(numbered, "data", label=f"{label}/rows")
             before = counts[: self._program.mesh.coordinate(self._program.rank).data]

@@ -102,17 +102,24 @@ class Remaking:
                 continue
             inputs = [reads.get((op.name, place), self.now(x)) for place, x in enumerate(op.inputs)]
             places = [place for place, x in enumerate(op.inputs) if not tape.same(inputs[place], x)]
-            if not places and not row_of(op.type).sizes:  # of these the result may have another size now
+            has_new_size = bool(row_of(op.type).sizes) and not self._redistribution.has_made(op)
+            if not places and not has_new_size:
                 continue
             # Other integers may be sizes, which TensorFlow has found out when they were made.
             if all(x.dtype.is_floating and x.shape.rank == 0 for x in op.outputs):
                 for place in places:
-                    self._redistribution.reads(op, place, inputs[place])
+                    self._redistribution.reads(op, place, self._of_shape_like(inputs[place], op.inputs[place]))
                 continue
             with self._program.outermost(), tape.stop_recording():
                 made = tape.with_inputs(op, inputs)
             self._redistribution.note_made(made)
             self._new.update((old.name, new) for old, new in zip(op.outputs, made.outputs, strict=True))
+
+    def _of_shape_like(self, new: tf.Tensor, old: tf.Tensor) -> tf.Tensor:
+        """Returns `new` such that TensorFlow lets it be read in the place of `old`, of another static shape."""
+        if new.shape.is_compatible_with(old.shape):
+            return new
+        return self._redistribution.make(lambda x: tf.compat.v1.placeholder_with_default(x, [None] * x.shape.rank), new)
 
     def _between(self, operations: Sequence[tf.Operation], target: tf.Tensor) -> list[tf.Operation]:
         """Returns `operations` and what reads them on the way to `target`, each behind what it reads."""

@@ -165,10 +165,14 @@ class Repair:
         return self.now(tensor) if whole is None else self._handed_out(tensor, whole)
 
     def as_mean(self, tensor: tf.Tensor, label: str) -> tf.Tensor:
-        """Returns `tensor` such that the ranks' own, by their weights, make up what one device has, as far as that is known."""
+        """Returns `tensor` such that the ranks' own, by their weights, make up what one device has, as far as that is known: of
+        integers what one device has."""
+        if tensor.dtype.is_integer:
+            whole = self.whole(tensor, label)
+            return self.now(tensor) if whole is None else whole
         tensor = self.without_extremes(tensor, label)
         placement = self._facts.of(tensor)
-        if not (isinstance(placement, Partial) and placement.is_sum) or not tensor.dtype.is_floating:
+        if not (isinstance(placement, Partial) and placement.is_sum):
             return tensor
         weight = self._rows.weight()
         return self._redistribution.make(lambda x, w: tf.math.divide_no_nan(x, tf.cast(w, x.dtype)), tensor, weight)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -14,13 +16,14 @@ from tfdist.collectives import RankProgram, rank_program
 from tfdist.graphs import tape
 from tfdist.graphs.walks import line_of_user
 from tfdist.placements.eager import EagerFacts
-from tfdist.placements.facts import Facts
+from tfdist.placements.facts import Facts, keeps_rows
 from tfdist.placements.graph_facts import named
 from tfdist.placements.kinds import Partial, Placement, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
 
-_told: weakref.WeakSet[Any] = weakref.WeakSet()  # of what has been told: models, functions, strategies, programs of ranks
+# What has been told, by whose it is (a model, a function, a strategy, the program of a rank): of a function, in which lines.
+_told: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 _local = threading.local()
 
 _OWN = "Each device computes it of its own rows, and what it is of all rows cannot be told."
@@ -70,13 +73,20 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
     unknown = placement if isinstance(placement, Unknown) else unknown
     # Where ranks have different layers, the first may compute no loss.
     is_other = program.local_index and not program.mesh.splits_layers
-    if unknown is not None and not (owner in _told or is_other or unknown.why is Why.GIVEN):
-        _told.add(owner)
-        why, fix = _TOLD.get(unknown.why, (_OWN, _REDUCE))
+    if unknown is not None and not (is_other or unknown.why is Why.GIVEN):
         where = "" if program.is_eager else line_of_user(here.graph, unknown.what)
-        told = f"{name} contains {unknown.why.value}: {unknown.what}{where}. {why}"
-        errors.warn(told, fix=fix)
+        if _is_new(owner, where if isinstance(owner, types.FunctionType) else ""):
+            why, fix = _TOLD.get(unknown.why, (_OWN, _REDUCE))
+            errors.warn(f"{name} contains {unknown.why.value}: {unknown.what}{where}. {why}", fix=fix)
     return placement
+
+
+def _is_new(owner: Any, place: str = "") -> bool:
+    """Whether nothing has been told of `owner` there; it has from now on."""
+    told = _told.setdefault(owner, set())
+    is_new = place not in told
+    told.add(place)
+    return is_new
 
 
 def as_whole(program: RankProgram, tensor: tf.Tensor, label: str) -> tf.Tensor:
@@ -106,26 +116,37 @@ def _who_mends(program: RankProgram, tensor: tf.Tensor) -> EagerFacts | Repair |
     return here.attachment(EagerFacts if here.is_eager else Repair) if is_here and not is_alone else None
 
 
-def of_layer(layer: Any, outputs: Any) -> Any:
-    """Returns the `outputs` of a layer that was called, of a rank's own rows also where rows of the batch have met in it."""
+def of_layer(layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Returns `call(*args, **kwargs)`, a layer's outputs: of a rank's own rows also where rows of the batch meet in it, or have
+    met in what it is given, as many as the batch has."""
     program = rank_program(peers_on="data")
     may_send = program is not None and not program.is_eager and not tape.in_vectorized_map() and not program.is_recorded_here()
     here = program.here() if may_send else None
     if here is None:
-        return outputs
+        return call(*args, **kwargs)
+    facts: Facts = here.attachment(Facts)
+    before = tape.operations_so_far()
+
+    def is_met(x: Any) -> bool:
+        return tf.is_symbolic_tensor(x) and here.exists_here(x) and isinstance(facts.of(x), Unknown)
 
     def own(x: Any) -> Any:
-        if not (tf.is_symbolic_tensor(x) and here.exists_here(x) and isinstance(here.attachment(Facts).of(x), Unknown)):
+        if not is_met(x):
             return x
+        made = {op.name for op in tape.operations_since(before)}
+        if not all(op.name in made or keeps_rows(op) for op in facts.reasons_of(x)):
+            return x  # of a part of the batch, say, of which what is computed has as many rows
         placement = known(program, x, f"layer/{layer.name}", layer, f"The layer {layer.name!r}")
         found = here.attachment(Repair).own_rows(x, f"layer/{layer.name}")
-        if isinstance(placement, Unknown) and here.attachment(Facts).own_rows_first(x):
-            here.attachment(Facts).declare(x, Shard())  # what was told of once
+        if isinstance(placement, Unknown) and facts.own_rows_first(x):
+            facts.declare(x, Shard())  # what was told of once
         if found is not x and hasattr(x, "_keras_mask"):
             found._keras_mask = x._keras_mask
         return found
 
-    return tf.nest.map_structure(own, outputs)
+    if any(map(is_met, tf.nest.flatten((args, kwargs)))):
+        args, kwargs = tf.nest.map_structure(own, (args, kwargs))
+    return tf.nest.map_structure(own, call(*args, **kwargs))
 
 
 def warn_of_number_read(tensor: tf.Tensor) -> None:
@@ -134,8 +155,7 @@ def warn_of_number_read(tensor: tf.Tensor) -> None:
     if program is None or not program.is_eager or program.local_index or owner in _told:
         return
     line = program.attachment(EagerFacts).line_that_reads(tensor)
-    if line is not None and not program.attachment(RankRows).are_everywhere:
-        _told.add(owner)
+    if line is not None and not program.attachment(RankRows).are_everywhere and _is_new(owner):
         errors.warn(
             f"Python reads a number of an eager step{line}: that of the device's own rows, where one device has that of all, "
             "and nobody can see what becomes of it.",
@@ -147,9 +167,8 @@ def warn_of_number_read(tensor: tf.Tensor) -> None:
 
 def warn_of_custom_gradient(program: RankProgram, unknown: Unknown | None) -> None:
     """Warns, once for a trace, where a gradient function of the user's looks at the rows of a rank together."""
-    if unknown is None or program.root in _told or program.local_index:
+    if unknown is None or program.local_index or not _is_new(program.root):
         return
-    _told.add(program.root)
     where = line_of_user(program.graph, unknown.what)
     errors.warn(
         "In the gradient function of a `tf.custom_gradient` rows of the batch meet: it looks at what comes back to all "
@@ -161,9 +180,8 @@ def warn_of_custom_gradient(program: RankProgram, unknown: Unknown | None) -> No
 
 def warn_of_layer_in_pipeline(model: Any, placement: Placement, loss: tf.Tensor) -> None:
     """Warns, once for a model, where what a layer of a pipeline adds to the loss is neither a mean nor a sum over rows."""
-    if model in _told:
+    if not _is_new(model):
         return
-    _told.add(model)
     what = placement.what if isinstance(placement, Unknown) else f"{loss.op.type} {loss.op.name!r}"
     why = placement.why.value if isinstance(placement, Unknown) else Why.FUNCTION.value
     errors.warn(

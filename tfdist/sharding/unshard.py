@@ -23,6 +23,7 @@ from tfdist import errors, temporary
 from tfdist.collectives import RankProgram, in_loop, nested_functions, rank_program
 from tfdist.graphs import tape
 from tfdist.placements.eager import EagerFacts
+from tfdist.placements.facts import have_met
 from tfdist.placements.kinds import Replicate
 from tfdist.placements.redistribute import Redistribution
 from tfdist.sharding import host_lead
@@ -144,6 +145,7 @@ class UnshardSchedule:
         gate: list[tf.Operation] = []
         if config.reshard_after_forward or not tape.tapes_watching(list(shards.values())):
             gate = [*before, *host_lead.after_activations(before, following, self._program)]
+            gate = [op for op in gate if not any(map(have_met, op.outputs))]  # of rows that a later message will bring
         if len(self._units) == 2 and config.prefetch:  # both gathered at once, and in any order: see `queue_apart`
             first, second = (made.operations() for made in self._units)
             host_lead.queue_apart(first, second, self._program)
