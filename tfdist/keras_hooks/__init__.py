@@ -12,6 +12,7 @@ from tfdist.keras_hooks import (  # noqa: F401  each adds its rows to the table
     losses,
     metrics,
     optimizers,
+    ragged,
     saving,
     tensorflow,
     trainer,

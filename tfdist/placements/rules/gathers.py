@@ -77,6 +77,10 @@ def segments(call: Call) -> Placement:
         call.need(is_kept, Why.FUNCTION)
         return Partial(given.how)
     rank = call.shapes[1].rank
+    if isinstance(given, Shard) and isinstance(numbers, Places) and len(call.inputs) == 3:  # of values: into the rows they are of
+        is_each = given.axis == 0 and not numbers.are_all and call.inputs[2] == Partial(How.COUNT, numbers.rows)
+        call.need(is_each, Why.GOES_BACK)
+        return Shard(0, numbers.rows, True, numbers.pieces)
     call.need(is_sized and rank is not None)
     if isinstance(given, Shard) and isinstance(numbers, Replicate):
         call.need(given.axis >= rank)
