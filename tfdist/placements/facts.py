@@ -20,7 +20,7 @@ from tfdist.graphs import tape
 from tfdist.graphs.walks import before, inputs_first, reached
 from tfdist.placements.constants import value_of
 from tfdist.placements.graph_facts import GraphFacts
-from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
+from tfdist.placements.kinds import How, Lengths, Partial, Placement, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.traced_call import TracedCall
 
@@ -232,7 +232,8 @@ def given_placements(program: RankProgram) -> list[tuple[tf.Tensor, Placement]]:
 def _placement_of_given(x: tf.Tensor, leaf: Any, name: str) -> Placement:
     if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):  # numbers of rows count within a rank
         values = leaf.flat_values if isinstance(leaf, tf.RaggedTensor) else leaf.values
-        return Shard(0, is_even=False) if x is values else Unknown(Why.GIVEN, name)
+        is_shape = isinstance(leaf, tf.SparseTensor) and x is leaf.dense_shape
+        return Shard(0, is_even=False) if x is values else Lengths() if is_shape else Unknown(Why.GIVEN, name)
     if x.dtype in (tf.resource, tf.variant) or x.shape.rank == 0:
         return Unknown(Why.GIVEN, name)
     return Shard(0, (name,))

@@ -46,13 +46,16 @@ _TOLD = {
 }
 
 
-def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name: str) -> Placement:
+def known(
+    program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name: str, *, not_told: Why | None = None
+) -> Placement:
     """Returns the placement of `tensor`, mended where that can be, and warns, once for `owner`, if it is not known.
 
     Args:
         label: what asks, for the plan.
         owner: whose `tensor` is, a model or a function.
         name: what `tensor` is called in the warning.
+        not_told: a reason for not being known that is none to warn of.
     """
     here = program.here()
     rows, unknown = program.attachment(RankRows), None
@@ -73,7 +76,7 @@ def known(program: RankProgram, tensor: tf.Tensor, label: str, owner: Any, name:
     unknown = placement if isinstance(placement, Unknown) else unknown
     # Where ranks have different layers, the first may compute no loss.
     is_other = program.local_index and not program.mesh.splits_layers
-    if unknown is not None and not (is_other or unknown.why is Why.GIVEN):
+    if unknown is not None and not is_other and unknown.why is not not_told:
         where = "" if program.is_eager else line_of_user(here.graph, unknown.what)
         if _is_new(owner, where if isinstance(owner, types.FunctionType) else ""):
             why, fix = _TOLD.get(unknown.why, (_OWN, _REDUCE))
@@ -136,7 +139,8 @@ def of_layer(layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> An
         made = {op.name for op in tape.operations_since(before)}
         if not all(op.name in made or keeps_rows(op) for op in facts.reasons_of(x)):
             return x  # of a part of the batch, say, of which what is computed has as many rows
-        placement = known(program, x, f"layer/{layer.name}", layer, f"The layer {layer.name!r}")
+        name = f"The layer {layer.name!r}"  # which returns rows, whatever it makes of a sparse tensor's indices
+        placement = known(program, x, f"layer/{layer.name}", layer, name, not_told=Why.GIVEN)
         found = here.attachment(Repair).own_rows(x, f"layer/{layer.name}")
         if isinstance(placement, Unknown) and facts.own_rows_first(x):
             facts.declare(x, Shard())  # what was told of once
