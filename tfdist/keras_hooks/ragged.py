@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.collectives import rank_program
 from tfdist.keras_hooks.table import replaces
-from tfdist.placements.facts import Facts
+from tfdist.placements.facts import Facts, have_met
 from tfdist.placements.kinds import How, Partial, Placement, Places, Shard, Unknown, Why
 from tfdist.placements.repair import Repair
 
@@ -32,6 +32,22 @@ def _rows_of_values(original: Callable[..., Any], self: Any) -> Any:
     return _declared(self, original(self), lambda name: Places(False, (name,)))
 
 
+@replaces("tensorflow.python.ops.ragged.ragged_math_ops", "ragged_reduce_aggregate", why=_OF_ROWS)
+def _reduced(
+    original: Callable[..., Any],
+    reduce_op: Any,
+    unsorted_segment_op: Any,
+    rt_input: Any,
+    axis: Any,
+    keepdims: Any,
+    separator: Any = None,
+    name: Any = None,
+) -> Any:
+    found = original(reduce_op, unsorted_segment_op, rt_input, axis, keepdims, separator, name)
+    is_each_row = isinstance(rt_input, tf.RaggedTensor) and axis in (1, 1 - rt_input.shape.rank) and not have_met(rt_input.values)
+    return _declared(rt_input._row_partition, found, lambda name: Shard(0, (name,))) if is_each_row else found
+
+
 def _declared(partition: Any, found: Any, placement_of: Callable[[str], Placement]) -> Any:
     """Returns `found`, computed of a `partition` of rows of the batch, whose placement is that of the name of their lengths."""
     program, splits = rank_program(peers_on="data"), partition._row_splits
@@ -41,8 +57,7 @@ def _declared(partition: Any, found: Any, placement_of: Callable[[str], Placemen
     if splits is not None and program.exists_here(splits) and program.exists_here(found):
         given = facts.of(splits)
         if isinstance(given, Unknown) and given.why is Why.GIVEN:
-            is_length = isinstance(placement_of(""), Shard)
-            facts.declare(found, placement_of((found if is_length else partition.row_lengths()).name))
+            facts.declare(found, placement_of(partition.row_splits()[1:].name))  # of which each rank has as many as rows
     return found
 
 

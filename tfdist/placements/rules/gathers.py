@@ -78,8 +78,9 @@ def segments(call: Call) -> Placement:
         return Partial(given.how)
     rank = call.shapes[1].rank
     if isinstance(given, Shard) and isinstance(numbers, Places) and len(call.inputs) == 3:  # of values: into the rows they are of
-        is_each = given.axis == 0 and not numbers.are_all and call.inputs[2] == Partial(How.COUNT, numbers.rows)
-        call.need(is_each, Why.GOES_BACK)
+        size = call.inputs[2]
+        is_number = isinstance(size, Partial) and size.how is How.COUNT and len(size.rows) == len(numbers.rows) == 1
+        call.need(is_number and given.axis == 0 and not numbers.are_all, Why.GOES_BACK)
         return Shard(0, numbers.rows, True, numbers.pieces)
     call.need(is_sized and rank is not None)
     if isinstance(given, Shard) and isinstance(numbers, Replicate):
