@@ -10,6 +10,7 @@ import tensorflow as tf
 
 # Files of TensorFlow, Keras and this package, wherever they lie: a user's may lie below a folder of such a name, too.
 _LIBRARIES = ("/tensorflow/python/", "/keras/src/", f"{pathlib.Path(__file__).parents[1]}/", "<frozen", "<string>")
+_TAPES = "tensorflow/python/eager/backprop.py"
 
 
 def inputs_first(
@@ -67,5 +68,7 @@ def line_of_user(graph: tf.Graph, what: str) -> str:
 
 def is_of_users(operation: tf.Operation) -> bool:
     """Whether the user's code, not Keras's or tfdist's, has called TensorFlow for `operation`."""
-    callers = [frame.filename for frame in operation.traceback or () if _LIBRARIES[0] not in frame.filename]
-    return not callers or not any(one in callers[-1] for one in _LIBRARIES)
+    files = [frame.filename for frame in operation.traceback or ()]
+    of_tapes = [place for place, file in enumerate(files) if file.endswith(_TAPES)]  # what has called one is not what it calls
+    callers = [file for file in files[of_tapes[-1] if of_tapes else 0 :] if _LIBRARIES[0] not in file]
+    return not (callers or of_tapes) or bool(callers) and not any(one in callers[-1] for one in _LIBRARIES)

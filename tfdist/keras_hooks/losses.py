@@ -30,6 +30,7 @@ from tfdist.losses.tensors_of_weights import is_of_weights
 from tfdist.losses.trainer_step import of_trainer, trainer_step
 from tfdist.optimizers.application import noted
 from tfdist.pipeline.model import PipelineModel
+from tfdist.placements.facts import have_met
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.repair import meant_of_own_rows
 from tfdist.sharding import UnshardSchedule, config_of
@@ -232,4 +233,19 @@ def _batch_jacobian(
         seeds = tf.reshape(tf.eye(known, dtype=target.dtype), [known, *columns])
         of_columns = tf.vectorized_map(of_column, seeds, fallback_to_while_loop=False)
         found.append(tf.reshape(tf.experimental.numpy.moveaxis(of_columns, 0, 1), [-1, *columns, *others]))
+    return found[0]
+
+
+@replaces(
+    "tensorflow.nn",
+    "ctc_loss",
+    signature="(labels, logits, label_length, logit_length, logits_time_major=True, unique=None, blank_index=None, name=None)",
+)
+def _ctc_loss(
+    original: Callable[..., Any], labels: Any, logits: Any, label_length: Any, logit_length: Any, *args: Any, **kw: Any
+) -> Any:
+    """Of each row, which its loops do not tell."""
+    program = None if have_met(logits) else rank_program(peers_on="data")
+    with meant_of_own_rows(program, like=logit_length) as found:
+        found.append(original(labels, logits, label_length, logit_length, *args, **kw))
     return found[0]

@@ -130,7 +130,7 @@ class RepairPlan:
         # An integer may be a number of rows, beside own ones; with its weight a rank changes gradients.
         if not may_gather or loops_over_rows:
             numbers = [place for place in numbers if not op.inputs[place].dtype.is_integer and inputs[place] != _WEIGHT]
-        if why is Why.MIXED and op.outputs[0].dtype.is_floating and self._rows.are_means:
+        if why is Why.MIXED and numbers and op.outputs[0].dtype.is_floating and self._rows.are_means:
             return [Want(op, place, op.inputs[place], Partial(How.MEAN)) for place in numbers if inputs[place].is_sum]
         if numbers:
             most, reads = max(self.most_bytes, _FEW_BYTES), self._reads_of_numbers(op, numbers)
