@@ -81,6 +81,34 @@ def sparse_rows(model, x, y):
     return tf.sqrt(tf.reduce_sum(errors) / rows) * tf.reduce_mean(tf.abs(x.values)), {"values": tf.size(x.values)}
 
 
+def ctc_over_labels(strategy):
+    """TensorFlow's loss of each row goes through loops; it is divided by the number of labels of the batch."""
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(1, 4, size=ROWS)
+    labels = np.where(np.arange(3) < lengths[:, None], rng.integers(1, 5, size=(ROWS, 3)), 0).astype("int32")
+
+    class Aligned(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            counts = tf.reduce_sum(tf.cast(y > 0, tf.int32), -1)
+            losses = keras.ops.ctc_loss(y, y_pred, counts, tf.fill(tf.shape(y)[:1], 6))
+            return tf.reduce_sum(losses) / tf.cast(tf.reduce_sum(counts), tf.float32)
+
+    with strategy.scope():
+        inputs = keras.Input((6, 5))
+        model = Aligned(inputs, keras.layers.Dense(5)(inputs))
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9))
+    x = rng.normal(size=(ROWS, 6, 5)).astype("float32")
+    history = model.fit(x, labels, batch_size=BATCH, shuffle=False, verbose=0).history
+    return {"history": history, **state(model)}
+
+
+@pytest.mark.parametrize("zero_stage", [0, exhaustive(3)])
+def test_ctc(zero_stage):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The (loss|number).*contains")
+        assert_as_on_one_device(ctc_over_labels, zero_stage)
+
+
 def program(of):
     def fit(strategy):
         with strategy.scope():

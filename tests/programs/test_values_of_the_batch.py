@@ -203,6 +203,22 @@ def losses_in_variables(strategy):
     return fitted(strategy, Best, sgd, 3)
 
 
+class CountedInto(layers.Layer):
+    """Adds to a table where each row is, one row beside the other."""
+
+    def build(self, shape):
+        self.table = self.add_weight(name="table", shape=(shape[-1],), initializer="ones", trainable=False)
+
+    def call(self, x):
+        places = tf.argmax(x, -1)[:, None]
+        self.table.assign(0.9 * tf.tensor_scatter_nd_add(tf.convert_to_tensor(self.table), places, tf.ones_like(x[:, 0])))
+        return x
+
+
+def counts_into_a_table(strategy):
+    return fitted(strategy, stacked(CountedInto), sgd, 5)
+
+
 def static_batches(strategy):
     """Batches whose size is known: a number of rows is a constant then."""
     x = rng().normal(size=(24, 5)).astype("float32")
@@ -221,9 +237,10 @@ PROGRAMS = [
     queue_of_keys,
     weights_without_an_optimizer,
     losses_in_variables,
+    counts_into_a_table,
     static_batches,
 ]
-QUICK = (counts, queue_of_keys, weights_without_an_optimizer)
+QUICK = (counts, queue_of_keys, weights_without_an_optimizer, counts_into_a_table)
 
 
 @pytest.mark.as_traced

@@ -163,7 +163,8 @@ class RepairPlan:
     def can_agree(self, number: tf.Tensor) -> bool:
         """Whether `number` has one shape on all ranks: batches of several workers may be padded to different lengths."""
         is_alone = len(self._program.communicator.local_ranks) == self._program.mesh.world_size
-        return number.shape.is_fully_defined() or is_alone and number.shape.rank is not None
+        has_size = number.op.type == "DenseBincount" and isinstance(self._facts.inputs_of(number.op)[1], Replicate)
+        return number.shape.is_fully_defined() or has_size or is_alone and number.shape.rank is not None
 
     def _can_gather(self, tensor: tf.Tensor, placement: Placement) -> bool:
         """Whether `tensor`, of own rows or of their number, can be that of all where it stands."""
