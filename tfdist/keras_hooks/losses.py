@@ -221,16 +221,16 @@ def _batch_jacobian(
     experimental_use_pfor: bool = True,
 ) -> Any:
     """Of each row. TensorFlow divides a size by a number of rows, perhaps none, to find the number of columns, which is known."""
-    columns, others = target.shape[1:], source.shape[1:]
-    known = columns.is_fully_defined() and others.is_fully_defined() and columns.num_elements()
-    if rank_program() is None or not tf.is_symbolic_tensor(target) or not known or not experimental_use_pfor:
+    columns, others, program = target.shape[1:], source.shape[1:], rank_program()
+    number = columns.num_elements() if others.is_fully_defined() else None
+    if program is None or not tf.is_symbolic_tensor(target) or not number or not experimental_use_pfor:
         return original(self, target, source, unconnected_gradients, parallel_iterations, experimental_use_pfor)
 
     def of_column(seed: tf.Tensor) -> tf.Tensor:
         return self.gradient(target, source, tf.ones_like(target) * seed, tf.UnconnectedGradients.ZERO)
 
-    with meant_of_own_rows(rank_program(), like=source) as found:
-        seeds = tf.reshape(tf.eye(known, dtype=target.dtype), [known, *columns])
+    with meant_of_own_rows(program, like=source) as found:
+        seeds = tf.reshape(tf.eye(number, dtype=target.dtype), [number, *columns])
         of_columns = tf.vectorized_map(of_column, seeds, fallback_to_while_loop=False)
         found.append(tf.reshape(tf.experimental.numpy.moveaxis(of_columns, 0, 1), [-1, *columns, *others]))
     return found[0]
