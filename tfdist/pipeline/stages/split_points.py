@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import difflib
 import itertools
 import math
 import numbers
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import keras
@@ -131,42 +130,32 @@ def balanced_split_points(costs: Sequence[float], num_parts: int) -> list[int]:
     if wrong:
         raise errors.value_error("`costs` must be finite and not negative.", costs=wrong)
     sums = list(itertools.accumulate(costs, initial=0))
-    return _most_even(sums, num_parts, _least_largest(sums, num_parts))
+    enough = -(-sums[-1] // num_parts) + 2 * max(costs)  # for parts that are filled one after the other
+    largest, _ = _best_split(sums, num_parts, max, enough)
+    return _best_split(sums, num_parts, lambda squares, part: squares + part**2, largest)[1]
 
 
-def _least_largest(sums: Sequence[float], num_parts: int) -> float:
-    """Returns the largest sum of a part in the best split, from the `sums` of the first 0, 1, ... items.
+def _best_split(
+    sums: Sequence[float], num_parts: int, add: Callable[[float, float], float], largest: float
+) -> tuple[float, list[int]]:
+    """Returns the least score of the splits that leave no part above `largest`, and the split points of one that has it.
 
-    Each round has one part more. For the first `stop` items the best start of the last part is where the sum of that part, which
-    falls with `start`, meets the best largest sum of the parts before it, which rises with `start`.
+    `sums` are those of the first 0, 1, ... items. `add(score, part)` is the score of parts and one more.
     """
     count = len(sums) - 1
-    largest = {stop: sums[stop] for stop in range(1, count + 1)}
-    for parts in range(2, num_parts + 1):
-        before, largest = largest, {}
-        for stop in range(parts, count + 1):
-            starts = range(parts - 1, stop)
-            meet = bisect.bisect_left(starts, True, key=lambda start, stop=stop: before[start] >= sums[stop] - sums[start])  # type: ignore[misc]
-            largest[stop] = min(max(before[start], sums[stop] - sums[start]) for start in starts[max(meet - 1, 0) : meet + 1])
-    return largest[count]
-
-
-def _most_even(sums: Sequence[float], num_parts: int, largest: float) -> list[int]:
-    """Returns the split points with the least sum of squares among those that leave no part above `largest`."""
-    count = len(sums) - 1
-    squares: dict[int, float] = {0: 0}  # the least sum of squares, by how many items are in parts
+    scores: dict[int, float] = {0: 0}  # the least, by how many items are in parts
     chosen: list[dict[int, int]] = []  # where the last of 1, 2, ... parts starts
     for _ in range(num_parts):
-        before, squares = squares, {}
+        before, scores = scores, {}
         chosen.append({})
         for stop in range(1, count + 1):
             for start in range(stop - 1, -1, -1):
                 part = sums[stop] - sums[start]
                 if part > largest:
                     break
-                if start in before and (stop not in squares or before[start] + part**2 < squares[stop]):
-                    squares[stop], chosen[-1][stop] = before[start] + part**2, start
+                if start in before and (stop not in scores or add(before[start], part) < scores[stop]):
+                    scores[stop], chosen[-1][stop] = add(before[start], part), start
     bounds = [count]
     for starts in reversed(chosen):
         bounds.insert(0, starts[bounds[0]])
-    return bounds[1:-1]
+    return scores[count], bounds[1:-1]
