@@ -16,7 +16,7 @@ The base classes are private to TensorFlow: tests/data/test_device_iterators.py 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import numpy as np
@@ -124,75 +124,56 @@ class _WorkerIterator(input_lib._SingleWorkerOwnedDatasetIterator):
     """The iterator over the devices of one worker."""
 
     def _create_owned_multi_device_iterator(self) -> None:
-        worker = source = self._worker
+        worker = host = self._worker
         if tf.executing_eagerly():
             worker = device_util.canonicalize(worker, device_util.current())
-            source = device_util.get_host_for_device(worker)
-        size = 1 if self._options is None else self._options.experimental_per_replica_buffer_size
+            host = device_util.get_host_for_device(worker)
+        buffer_size = 1 if self._options is None else self._options.experimental_per_replica_buffer_size
+        options, untuned = tf.data.Options(), tf.data.Options()
+        options.experimental_distribute.num_devices = len(self._devices)
+        if buffer_size == 0:
+            options.experimental_optimization.inject_prefetch = False  # which would read ahead
+        untuned.autotune.enabled = False
         with tf.device(worker):
+            dataset = self._dataset.with_options(options)._apply_debug_options()
+            source = tf.convert_to_tensor(host)
+            with tf.device(host):
+                resource = gen_dataset_ops.anonymous_multi_device_iterator_v3(devices=self._devices, **dataset._flat_structure)
+                incarnation = gen_dataset_ops.multi_device_iterator_init(
+                    dataset._variant_tensor, resource, max_buffer_size=max(1, buffer_size)
+                )
+            iterators = []
+            for index, device in enumerate(self._devices):
+                with tf.device(device):
+                    elements = _generator(index, resource, incarnation, source, dataset)
+                    if buffer_size > 0:
+                        slack = 1 if dataset.options().experimental_slack else None
+                        elements = prefetch_op._PrefetchDataset(elements, buffer_size, slack_period=slack, name="device_prefetch")
+                    iterators.append(iter(elements.with_options(untuned)))
             self._iterator = multi_device_iterator_ops.OwnedMultiDeviceIterator(
-                devices=self._devices,
-                source_device=source,
-                components=_iterators(self._dataset, self._devices, source, size),
-                element_spec=self._dataset.element_spec,
+                devices=self._devices, source_device=host, components=[resource, *iterators], element_spec=dataset.element_spec
             )
-
-
-def _iterators(dataset: tf.data.Dataset, devices: Sequence[str], source_device: str, buffer_size: int) -> list[Any]:
-    """Returns the resource that deals the elements out, and the iterator of each device."""
-    options = tf.data.Options()
-    options.experimental_distribute.num_devices = len(devices)
-    if buffer_size == 0:
-        options.experimental_optimization.inject_prefetch = False  # which would read ahead
-    dataset = dataset.with_options(options)._apply_debug_options()
-    untuned = tf.data.Options()
-    untuned.autotune.enabled = False
-    source = tf.convert_to_tensor(source_device)
-    with tf.device(source_device):
-        resource = gen_dataset_ops.anonymous_multi_device_iterator_v3(devices=devices, **dataset._flat_structure)
-        incarnation = gen_dataset_ops.multi_device_iterator_init(
-            dataset._variant_tensor, resource, max_buffer_size=max(1, buffer_size)
-        )
-    iterators = [resource]
-    for index, device in enumerate(devices):
-        with tf.device(device):
-            elements = _generator(index, resource, incarnation, source, dataset)
-            if buffer_size > 0:
-                slack = 1 if dataset.options().experimental_slack else None
-                elements = prefetch_op._PrefetchDataset(elements, buffer_size, slack_period=slack, name="device_prefetch")
-            iterators.append(iter(elements.with_options(untuned)))
-    return iterators
 
 
 def _generator(
     index: int, resource: tf.Tensor, incarnation: tf.Tensor, source: tf.Tensor, dataset: tf.data.Dataset
 ) -> tf.data.Dataset:
     """Returns the dataset that yields the elements of device `index`, the current one."""
-    spec = dataset.element_spec
-    key = (device_util.current(), index, tuple(tf.nest.flatten(spec)))
-    known = kept() if tf.executing_eagerly() else {}
-    if key not in known:
+    arguments = {"source": source, "incarnation": incarnation, "iterator": resource}
+    key = (device_util.current(), index, tuple(tf.nest.flatten(dataset.element_spec)))
+    if not tf.executing_eagerly() or key not in kept():
         made = multi_device_iterator_ops._PerDeviceGenerator(
-            index, resource, incarnation, source, spec, iterator_is_anonymous=True
+            index, resource, incarnation, source, dataset.element_spec, iterator_is_anonymous=True
         )
         if tf.executing_eagerly():
-            keep(key, _functions_of(made, {id(source): "source", id(incarnation): "incarnation"}))
+            # The traced functions, and the names of what each is called with: what has none is the iterator's handle.
+            kinds, names = ("init", "next", "finalize"), {id(argument): name for name, argument in arguments.items()}
+            captured = [getattr(made, f"_{kind}_captured_args") for kind in kinds]
+            called_with = [[names.get(id(argument), "handle") for argument in of_function] for of_function in captured]
+            keep(key, ({f"{kind}_func": getattr(made, f"_{kind}_func") for kind in kinds}, called_with))
         return made
-    arguments = {
-        "source": source,
-        "incarnation": incarnation,
-        "iterator": resource,
-        "handle": gen_dataset_ops.multi_device_iterator_to_string_handle(resource),
-    }
-    functions, names = known[key]
-    called_with = [[arguments[name] for name in of_function] for of_function in names]
-    variant = gen_dataset_ops.generator_dataset(*called_with, **functions, **dataset._flat_structure)
-    return tf.data.experimental.from_variant(variant, spec)
-
-
-def _functions_of(generator: Any, known: dict[int, str]) -> tuple[dict[str, Any], list[list[str]]]:
-    """Returns the traced functions of a generator, as arguments of another's, and the names of what each is called with."""
-    kinds = {"init": "handle", "next": "iterator", "finalize": "unknown"}
-    captured = [(getattr(generator, f"_{kind}_captured_args"), other) for kind, other in kinds.items()]
-    names = [[known.get(id(argument), other) for argument in arguments] for arguments, other in captured]
-    return {f"{kind}_func": getattr(generator, f"_{kind}_func") for kind in kinds}, names
+    functions, called_with = kept()[key]
+    arguments["handle"] = gen_dataset_ops.multi_device_iterator_to_string_handle(resource)
+    given = [[arguments[name] for name in of_function] for of_function in called_with]
+    variant = gen_dataset_ops.generator_dataset(*given, **functions, **dataset._flat_structure)
+    return tf.data.experimental.from_variant(variant, dataset.element_spec)
