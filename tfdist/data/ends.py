@@ -47,10 +47,6 @@ class Ends:
         """The part of the data that this worker reads."""
         return self.parts[self.here]
 
-    def flags(self, has_next: tf.Tensor) -> tf.Tensor:
-        """Returns this worker's summand of `have_next`: one number a worker."""
-        return tf.one_hot(self.here, len(self.tasks), dtype=tf.int64) * tf.cast(has_next, tf.int64)
-
     def checks(self, have_next: tf.Tensor, batches: tf.Tensor) -> list[tf.Operation]:
         """Raises RuntimeError, on every worker, when one has no batch and another, that reads the same part, has one.
 

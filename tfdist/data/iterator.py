@@ -28,6 +28,8 @@ from tfdist.data.in_turn import InTurn
 from tfdist.data.parts import num_unknown_sizes, unknown_sizes, without_rows
 from tfdist.mesh import are_cpus
 
+_cond = functools.partial(cond.cond, strict=True)
+
 
 class _IteratorSpec(input_lib.DistributedIteratorSpec):
     """Specs with different ends are of different steps, with and without a message."""
@@ -135,7 +137,8 @@ class DistributedIterator(input_lib.DistributedIterator):
         All workers call it, and all raise if workers that end together do not.
         """
         ends = self._ends
-        told = ends.flags(tf.reduce_any([optional.has_value() for optional in optionals]))[:, tf.newaxis]
+        has_next = tf.reduce_any([optional.has_value() for optional in optionals])
+        told = tf.one_hot(ends.here, len(ends.tasks), dtype=tf.int64)[:, tf.newaxis] * tf.cast(has_next, tf.int64)
         number = num_unknown_sizes(optionals[0].element_spec)
         if number:
             told *= tf.concat([[tf.constant(1, tf.int64)], self._sizes(optionals[0], number)], axis=0)
@@ -172,7 +175,3 @@ class DistributedIterator(input_lib.DistributedIterator):
                     empty = functools.partial(without_rows, optional.element_spec, sizes)
                     found.append(_cond(optional.has_value(), optional.get_value, empty))
         return input_lib._create_per_replica(found, self._strategy)
-
-
-def _cond(condition: tf.Tensor, yes: Any, no: Any) -> Any:
-    return cond.cond(condition, yes, no, strict=True)
