@@ -65,7 +65,11 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
             them than one whose rows are known.
     """
     parts = tuple(parts)
-    _check_arguments(dataset, num_parts, parts)
+    if not isinstance(dataset, tf.data.Dataset):
+        raise errors.value_error("`dataset` must be a `tf.data.Dataset`.", dataset=dataset)
+    errors.check_integer("num_parts", num_parts, least=1)
+    if not parts or not all(isinstance(part, int) and 0 <= part < num_parts for part in parts):
+        raise errors.value_error(f"`parts` must name at least one piece, each an integer in [0, {num_parts}).", parts=parts)
     element_spec = dataset.element_spec  # the functions below may be kept, the dataset must not be
     rows = _static_rows(element_spec)
     differs = None in rows and len(rows) > 1 and may_differ(dataset)
@@ -99,20 +103,13 @@ def split_batches(dataset: tf.data.Dataset, num_parts: int, parts: Sequence[int]
     return times_as_long(flat_map(dataset, all_pieces, (num_parts, parts, differs)), dataset, len(parts))
 
 
-def _check_arguments(dataset: tf.data.Dataset, num_parts: int, parts: tuple[int, ...]) -> None:
-    if not isinstance(dataset, tf.data.Dataset):
-        raise errors.value_error("`dataset` must be a `tf.data.Dataset`.", dataset=dataset)
-    errors.check_integer("num_parts", num_parts, least=1)
-    if not parts or not all(isinstance(part, int) and 0 <= part < num_parts for part in parts):
-        raise errors.value_error(f"`parts` must name at least one piece, each an integer in [0, {num_parts}).", parts=parts)
-
-
 def _static_rows(element_spec: Any) -> list[int | None]:
     """Returns how many rows each tensor of every batch has, None where that is known at run time only.
 
     Raises ValueError or NotImplementedError for batches that cannot be split by rows.
     """
-    specs = [spec for spec in tf.nest.flatten(element_spec) if not _is_nothing(spec)]
+    # What is always None has no rows, nor has an `Optional` without a value.
+    specs = [spec for spec in tf.nest.flatten(element_spec) if spec not in (tf.NoneTensorSpec(), tf.OptionalSpec(None))]
     for spec in specs:
         if not isinstance(spec, _TENSOR_SPECS):
             raise errors.not_implemented(
@@ -127,11 +124,6 @@ def _static_rows(element_spec: Any) -> list[int | None]:
             fix="Batch it: `dataset.batch(global_batch_size)`.",
         )
     return [None if spec.shape.rank is None else spec.shape[0] for spec in specs]
-
-
-def _is_nothing(spec: Any) -> bool:
-    """Whether `spec` is that of a value that is always None, or an `Optional` without one."""
-    return isinstance(spec, tf.NoneTensorSpec) or isinstance(spec, tf.OptionalSpec) and spec == tf.OptionalSpec(None)
 
 
 # What follows runs in the graph that splits a batch.
