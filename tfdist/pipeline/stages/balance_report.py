@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from tfdist.pipeline.stages.costs import Cost, bytes_per_example, variable_bytes
+from tfdist.pipeline.stages.costs import Cost, bytes_of, bytes_per_example
 from tfdist.pipeline.stages.staged_model import StagedModel
 from tfdist.tables import size_text, table_lines
 
@@ -44,7 +44,7 @@ def report(staged: StagedModel, costs: Sequence[Cost]) -> str:
                 first if first == last else f"{first} .. {last}",
                 size_text(of_stage, ""),
                 f"{of_stage / total:.1%}",
-                size_text(sum(map(variable_bytes, stage.variables))),
+                size_text(sum(map(bytes_of, stage.variables))),
                 "-" if is_last else size_text(bytes_per_example(stage.stage_outputs)),
             )
         )

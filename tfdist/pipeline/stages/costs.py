@@ -59,21 +59,21 @@ def node_costs(module: keras.Model) -> list[Cost]:
             Cost(
                 name=node.operation.name,
                 flops=flops // batch_size,
-                weight_bytes=sum(map(variable_bytes, weights.values())),
-                activation_bytes=sum(_bytes(x.shape, x.dtype) for x in _tensors(outputs)) // batch_size,
+                weight_bytes=sum(map(bytes_of, weights.values())),
+                activation_bytes=sum(map(bytes_of, _tensors(outputs))) // batch_size,
             )
         )
     return costs
 
 
-def variable_bytes(variable: keras.Variable) -> int:
-    """Returns the bytes of the whole of a variable, which need not be made yet."""
-    return _bytes(variable.shape, variable.dtype)
+def bytes_of(x: Any) -> int:
+    """Returns the bytes of a tensor, or of the whole of a variable, which need not be made yet."""
+    return elements(x.shape) * tf.as_dtype(x.dtype).size
 
 
 def bytes_per_example(tensors: Sequence[keras.KerasTensor]) -> int:
     """Returns the bytes of one example of symbolic tensors of a model, whose first axis is the batch."""
-    return sum(_bytes(x.shape[1:], x.dtype) for x in tensors)
+    return sum(elements(x.shape[1:]) * tf.as_dtype(x.dtype).size for x in tensors)
 
 
 def _traced(module: keras.Model, batch_size: int) -> list[tuple[int, list[Any]]]:
@@ -123,7 +123,3 @@ def _guessed(operation: keras.Operation, outputs: Sequence[tf.Tensor], error: Ex
     )
     positions = elements(outputs[0].shape[:-1]) if outputs and outputs[0].shape.rank else 1
     return 2 * sum(elements(weight.shape) for weight in getattr(operation, "weights", ())) * positions
-
-
-def _bytes(shape: Any, dtype: Any) -> int:
-    return elements(shape) * tf.as_dtype(dtype).size
