@@ -60,8 +60,7 @@ def Schedule1F1B(num_stages: int, num_microbatches: int, stages_per_rank: int = 
 
     Source: PipeDream-Flush, Narayanan et al. 2021 (Memory-Efficient Pipeline-Parallel DNN Training).
     """
-    num_ranks = _num_ranks(num_stages, num_microbatches, stages_per_rank)
-    _check_one_stage_per_rank("Schedule1F1B", stages_per_rank)
+    num_ranks = _num_ranks(num_stages, num_microbatches, stages_per_rank, "Schedule1F1B")
     orders = _orders(num_stages, num_ranks, [range(num_microbatches)], lambda rank: num_ranks - 1 - rank)
     return Schedule(aligned_table(orders), "1f1b")
 
@@ -116,8 +115,7 @@ def ScheduleZeroBubble(num_stages: int, num_microbatches: int, stages_per_rank: 
 
     Source: ZB-H1 of Zero Bubble Pipeline Parallelism, Qi et al. 2023.
     """
-    num_ranks = _num_ranks(num_stages, num_microbatches, stages_per_rank)
-    _check_one_stage_per_rank("ScheduleZeroBubble", stages_per_rank)
+    num_ranks = _num_ranks(num_stages, num_microbatches, stages_per_rank, "ScheduleZeroBubble")
     orders = _orders(num_stages, num_ranks, [range(num_microbatches)], lambda rank: num_ranks - 1 - rank, Phase.BACKWARD_INPUT)
     for rank, order in orders.items():
         weights = iter([Action(rank, Phase.BACKWARD_WEIGHT, microbatch) for microbatch in range(num_microbatches)])
@@ -151,7 +149,8 @@ def _orders(
     return orders
 
 
-def _num_ranks(num_stages: int, num_microbatches: int, stages_per_rank: int) -> int:
+def _num_ranks(num_stages: int, num_microbatches: int, stages_per_rank: int, name_with_one: str = "") -> int:
+    """Checks the sizes of a schedule; those of one with a name here are for one stage on a rank."""
     sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
     for name, value in sizes.items():
         errors.check_integer(name, value, least=1)
@@ -163,13 +162,10 @@ def _num_ranks(num_stages: int, num_microbatches: int, stages_per_rank: int) -> 
             stages_per_rank=stages_per_rank,
             fix=f"Numbers that work: {lower}, {lower + stages_per_rank}.",
         )
-    return num_stages // stages_per_rank
-
-
-def _check_one_stage_per_rank(name: str, stages_per_rank: int) -> None:
-    if stages_per_rank > 1:
+    if name_with_one and stages_per_rank > 1:
         raise errors.value_error(
-            f"`stages_per_rank` of `{name}` must be 1.",
+            f"`stages_per_rank` of `{name_with_one}` must be 1.",
             stages_per_rank=stages_per_rank,
             fix="`ScheduleInterleaved1F1B` and `ScheduleGPipe` take several.",
         )
+    return num_stages // stages_per_rank
