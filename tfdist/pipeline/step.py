@@ -21,7 +21,7 @@ from tfdist.pipeline.gradients import GradientSum
 from tfdist.pipeline.loss_trackers import LossTrackers
 from tfdist.pipeline.microbatches import Microbatches, joined
 from tfdist.pipeline.schedules.published import ScheduleGPipe
-from tfdist.pipeline.stages.stage import StageLayer
+from tfdist.pipeline.stages.stage import StageLayer, added_losses
 from tfdist.pipeline.stages.stage_functions import StageFunctions, ends_of
 from tfdist.pipeline.stages.staged_model import StagedModel
 from tfdist.placements.eager import EagerFacts
@@ -192,7 +192,7 @@ class Step:
         with self._batch.slice(microbatch):
             given = [x for x in (*stage_inputs, *self.data.fed[microbatch]) if isinstance(x, tf.Tensor)]
             of_weights = map(tf.reduce_sum, self.staged.regularization(stage_index))
-            of_layers = [self._batch.of_layer(x, given, self.model) for x in stage.added_losses()]
+            of_layers = [self._batch.of_layer(x, given, self.model) for x in added_losses(stage)]
             found = [*of_layers, *map(self._batch.weigh, of_weights)]
             if stage_index == self.staged.last_stage and not self._is_together:
                 self._first_outputs = self._first_outputs or stage_outputs

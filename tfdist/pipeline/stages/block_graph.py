@@ -31,6 +31,7 @@ from keras import tree
 from tfdist import errors, temporary
 from tfdist.graphs import tape
 from tfdist.pipeline.stages.block_calls import Reached, blocks_of, blocks_replaced
+from tfdist.pipeline.stages.stage import added_losses
 from tfdist.sharding import keras_scope
 
 
@@ -171,7 +172,7 @@ class _Part(keras.layers.Layer):
         watch, model, count = self._watch, self._watch.model, len(self._watch.inputs)
         known = dict(zip(self._needs, given[count:], strict=True))
         rows = tf.shape(given[0])[0]
-        before, position, others = contextlib.ExitStack(), 0, set(map(id, _losses_of(model)))
+        before, position, others = contextlib.ExitStack(), 0, set(map(id, added_losses(model)))
 
         def on_call(block: keras.layers.Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             nonlocal position
@@ -192,18 +193,13 @@ class _Part(keras.layers.Layer):
                 made = tree.flatten(model(tree.pack_sequence_as(watch.given, list(given[:count])), training=training))
         except Reached as reached:
             made = tree.flatten(reached.arguments)
-        self._losses_of_part = [loss for loss in _losses_of(model) if id(loss) not in others]
+        self._losses_of_part = [loss for loss in added_losses(model) if id(loss) not in others]
         for layer in model._flatten_layers():  # they are taken off the layers that added them
             layer._losses[:] = [loss for loss in layer._losses if id(loss) in others]
         return [made[place] for place in self._wanted]
 
     def _get_own_losses(self) -> list[Any]:
         return self._losses_of_part
-
-
-def _losses_of(model: keras.Model) -> list[Any]:
-    """Returns what the layers of the model have added, also where a forward is computed again, without state."""
-    return [loss for layer in model._flatten_layers() for loss in layer._get_own_losses()]
 
 
 def graph_of_blocks(model: keras.Model, names: Sequence[str], inputs: Any) -> keras.Model:

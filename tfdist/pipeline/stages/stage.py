@@ -56,9 +56,10 @@ class StageLayer(keras.layers.Layer):
     def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
         """Returns no mask: the layers of the stage put their masks on the tensors that they return."""
 
-    def added_losses(self) -> list[Any]:
-        """Returns what the stage's layers gave `add_loss` in their last call, activity regularizers among it."""
-        return [loss for layer in self._flatten_layers() for loss in layer._get_own_losses()]
+
+def added_losses(layer: keras.layers.Layer) -> list[Any]:
+    """Returns what layers in `layer` gave `add_loss` in their last call, activity regularizers among it; also without state."""
+    return [loss for each in layer._flatten_layers() for loss in each._get_own_losses()]
 
 
 def nodes_in_order(module: keras.Model) -> list[Any]:

@@ -39,7 +39,7 @@ from tfdist.collectives import RankProgram, assign_buckets
 from tfdist.collectives.program import NotOnTrialError
 from tfdist.graphs import tape
 from tfdist.pipeline.stages.masks import get_keras_mask, set_keras_mask
-from tfdist.pipeline.stages.stage import StageLayer
+from tfdist.pipeline.stages.stage import StageLayer, added_losses
 from tfdist.sharding import host_lead
 from tfdist.sharding.held_parameters import HeldParameters, Key
 from tfdist.sharding.parameter_group import ParameterGroup
@@ -117,7 +117,7 @@ class StageFunctions:
         except NotOnTrialError:
             return None
         keys = {} if self._held is None else self._held.names
-        if not tape.can_be_called_again(graph, keys) or stage.added_losses():
+        if not tape.can_be_called_again(graph, keys) or added_losses(stage):
             return None
         weights = {inside.name: keys[outside.name] for outside, inside in graph.captures if getattr(outside, "name", "") in keys}
         return _Functions(graph, found[0], weights, self._held, self._bucket_bytes)
