@@ -311,8 +311,7 @@ def _gradients_of_tape(
     starts = [*upstream, *map(tf.ones_like, forward.targets)]
     if not targets:
         return [None] * len(sources), [None] * len(weights)
-    found = forward.tape.gradient(targets, [*sources, *weights], output_gradients=starts)
-    return found[: len(sources)], found[len(sources) :]
+    return forward.tape.gradient(targets, (sources, weights), output_gradients=starts)
 
 
 def with_zeros(gradient: Any, of: tf.Tensor) -> tf.Tensor:

@@ -133,9 +133,8 @@ class StageFunctions:
         if self._training:
             ends = floats([*outputs, *(x for x in logits if x is not None)])
             upstream = [tf.compat.v1.placeholder(x.dtype, x.shape) for x in ends]
-            sources = floats(stage_inputs)
-            gradients = recorder.gradient(ends, [*sources, *self._weights[stage.index]], output_gradients=upstream)
-            of_inputs, of_weights = gradients[: len(sources)], gradients[len(sources) :]
+            sources = floats(stage_inputs), self._weights[stage.index]
+            of_inputs, of_weights = recorder.gradient(ends, sources, output_gradients=upstream)
         masks = [get_keras_mask(x) for x in outputs]
         return _Trace(given, outputs, masks, logits, upstream, of_inputs, of_weights, forward_count)
 
