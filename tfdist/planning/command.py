@@ -35,45 +35,34 @@ def add_plan(commands: Any) -> None:
     """Adds the command to those of the program."""
     summary = "say whether a model fits, how fast a step is, and which plan is best"
     parser = add_command(commands, "plan", _plan, help=summary, description=_DESCRIPTION, epilog=_EPILOG)
-    model = parser.add_mutually_exclusive_group(required=True)
+    add, model = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", metavar="NAME", help='"package.module:build" or "package.Class": makes a built Keras model')
     model.add_argument("--config", metavar="NAME", help=f"a known decoder: {', '.join(KNOWN_MODELS)}")
-    parser.add_argument("--arguments", metavar="JSON", help="keyword arguments of --model, as a JSON object")
-    parser.add_argument(
-        "--sequence-length", type=positive_int, metavar="N", help="tokens of an example, where the model leaves it open"
-    )
-    parser.add_argument("--devices", type=positive_int, required=True, metavar="N", help="devices in all")
-    parser.add_argument(
-        "--hosts", type=positive_int, default=1, metavar="H", help="machines, with as many devices each (default: 1)"
-    )
-    parser.add_argument("--memory", required=True, metavar="SIZE", help='of each device, such as "80 GB", 80GiB or 8e10')
-    parser.add_argument(
-        "--batch-size", type=positive_int, required=True, metavar="B", help="examples of a step, all devices together"
-    )
-    parser.add_argument("--optimizer", metavar="NAME", help="such as adamw (default: that of the compiled model, or adam)")
+    add("--arguments", metavar="JSON", help="keyword arguments of --model, as a JSON object")
+    add("--sequence-length", type=positive_int, metavar="N", help="tokens of an example, where the model leaves it open")
+    add("--devices", type=positive_int, required=True, metavar="N", help="devices in all")
+    add("--hosts", type=positive_int, default=1, metavar="H", help="machines, with as many devices each (default: 1)")
+    add("--memory", required=True, metavar="SIZE", help='of each device, such as "80 GB", 80GiB or 8e10')
+    add("--batch-size", type=positive_int, required=True, metavar="B", help="examples of a step, all devices together")
+    add("--optimizer", metavar="NAME", help="such as adamw (default: that of the compiled model, or adam)")
     hardware = parser.add_mutually_exclusive_group()
     hardware.add_argument("--hardware", metavar="NAME", help=f"a data sheet: {', '.join(DATA_SHEETS)} (default: h100)")
     hardware.add_argument("--calibration", metavar="FILE", type=pathlib.Path, help="what `python -m tfdist calibrate` measured")
-    parser.add_argument(
-        "--zero-stages", type=int, nargs="+", choices=range(4), default=(0, 1, 2, 3), metavar="Z", help="some of 0 to 3"
-    )
-    parser.add_argument(
-        "--compress", nargs="+", default=[], metavar="NAME", help="consider gradients in int8, int4, top_k or bfloat16"
-    )
-    parser.add_argument(
+    add("--zero-stages", type=int, nargs="+", choices=range(4), default=(0, 1, 2, 3), metavar="Z", help="some of 0 to 3")
+    add("--compress", nargs="+", default=[], metavar="NAME", help="consider gradients in int8, int4, top_k or bfloat16")
+    add(
         "--compress-parameters", nargs="+", default=[], metavar="NAME", help="consider parameters in int8 or bfloat16, at stage 3"
     )
-    parser.add_argument("--tokens", metavar="D", help="of a whole training, such as 1.4T: what it takes")
-    parser.add_argument("--flops", metavar="C", help="of a whole training, such as 2e23: how many tokens these are")
-    parser.add_argument(
+    add("--tokens", metavar="D", help="of a whole training, such as 1.4T: what it takes")
+    add("--flops", metavar="C", help="of a whole training, such as 2e23: how many tokens these are")
+    add(
         "--dry-run",
         action=argparse.BooleanOptionalAction,
         help="confirm the best plan by tracing a rank of its strategy (default: for models of up to 400 weights)",
     )
-    parser.add_argument("--top", type=positive_int, default=5, metavar="N", help="how many plans to show (default: 5)")
-    parser.add_argument("--png", type=pathlib.Path, metavar="FILE", help="draw their memory to this file; needs matplotlib")
-    text = "write all plans as JSON; -: to the standard output, and no text"
-    parser.add_argument("--json", type=output_file, metavar="FILE", help=text)
+    add("--top", type=positive_int, default=5, metavar="N", help="how many plans to show (default: 5)")
+    add("--png", type=pathlib.Path, metavar="FILE", help="draw their memory to this file; needs matplotlib")
+    add("--json", type=output_file, metavar="FILE", help="write all plans as JSON; -: to the standard output, and no text")
 
 
 def _plan(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
