@@ -28,11 +28,6 @@ def named_builder(name: str, arguments: Mapping[str, Any] | None = None) -> Call
     Raises:
         ValueError: there is no such module or attribute, or it cannot be called.
     """
-    found = _found(name)
-    return functools.update_wrapper(functools.partial(found, **arguments), found, ("__name__",), ()) if arguments else found
-
-
-def _found(name: str) -> Any:
     module_name, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     try:
         found: Any = importlib.import_module(module_name) if module_name else None
@@ -43,7 +38,7 @@ def _found(name: str) -> Any:
         found = getattr(found, part, None)
     if not callable(found):
         raise errors.value_error("`model` must name a function or class that makes a model.", model=name, fix=_FIX)
-    return found
+    return functools.update_wrapper(functools.partial(found, **arguments), found, ("__name__",), ()) if arguments else found
 
 
 def arguments_of(text: str) -> dict[str, Any]:
