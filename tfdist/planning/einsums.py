@@ -8,6 +8,8 @@ Source: TensorFlow's `einsum_op_impl.h`, `ReduceOperand`.
 
 from __future__ import annotations
 
+import itertools
+
 import tensorflow as tf
 
 from tfdist.planning import operations
@@ -21,11 +23,7 @@ def transposed_bytes(operation: tf.Operation) -> float:
     one, other = given.split(",")
     batch = [label for label in result if label in one and label in other]
     summed = set(one) & set(other) - set(result)
-    product = [
-        *batch,
-        *(x for x in one if x not in batch and x not in summed),
-        *(x for x in other if x not in batch and x not in summed),
-    ]
+    product = [*batch, *(x for x in one + other if x not in batch and x not in summed)]
     tensors = [x for term, x in zip((one, other), operation.inputs, strict=True) if not _is_in_order(term, batch, summed)]
     if list(result) != product:
         tensors.append(operation.outputs[0])
@@ -37,4 +35,4 @@ def _is_in_order(term: str, batch: list[str], summed: set[str]) -> bool:
     if list(term[: len(batch)]) != batch:
         return False
     kinds = [label in summed for label in term[len(batch) :]]
-    return sum(one != other for one, other in zip(kinds, kinds[1:], strict=False)) <= 1
+    return sum(one != other for one, other in itertools.pairwise(kinds)) <= 1
