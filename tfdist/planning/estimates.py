@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -57,10 +56,13 @@ class Estimates:
         forward = float(seconds.forward.sum())
         blocks = float(seconds.again[self.traced.recomputed_calls].sum())
         whole_stages = candidate.pipeline > 1
+        shares = [float(costs[stage].sum() / costs.sum()) for stage in stages]
+        of_ranks = [shares[pipe :: candidate.pipeline] for pipe in range(candidate.pipeline)]
         return Step(
             forward=forward,
             backward=float(seconds.backward.sum()),
-            stage_share=self._stage_share(candidate, [float(costs[stage].sum() / costs.sum()) for stage in stages]),
+            # On the rank that computes most, of several stages the mean; of devices that share a processor, the mean of all.
+            stage_share=1 / len(shares) if self.hardware.is_shared else max(sum(own) / len(own) for own in of_ranks),
             parameter_bytes=size,
             parameters=elements,
             messages=messages,
@@ -124,9 +126,3 @@ class Estimates:
             found.append((sum(together.values()), sum(part.local for part in rank.trained.values()), messages))
         size, elements, count = (sum(x) / len(x) if self.hardware.is_shared else max(x) for x in zip(*found, strict=True))
         return size, elements, math.ceil(count)
-
-    def _stage_share(self, candidate: Candidate, shares: Sequence[float]) -> float:
-        """Returns the share of a stage on the rank that computes most, of several stages the mean; of devices that share a
-        processor, the mean of all."""
-        ranks = [shares[pipe :: candidate.pipeline] for pipe in range(candidate.pipeline)]
-        return 1 / len(shares) if self.hardware.is_shared else max(sum(one) / len(one) for one in ranks)
