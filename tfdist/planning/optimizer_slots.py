@@ -13,8 +13,6 @@ from tfdist import errors, temporary
 from tfdist.optimizers.support import is_elementwise
 from tfdist.planning.weightless import weightless
 
-_FIX = 'Pass one of `keras.optimizers`, or its name, such as "adamw".'
-
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
@@ -73,4 +71,5 @@ def new_optimizer(given: Any) -> keras.optimizers.Optimizer:
     try:
         return keras.optimizers.get(given)
     except (ValueError, TypeError) as error:
-        raise errors.value_error(f"`optimizer` is no optimizer of Keras: {error}", optimizer=given, fix=_FIX) from None
+        fix = 'Pass one of `keras.optimizers`, or its name, such as "adamw".'
+        raise errors.value_error(f"`optimizer` is no optimizer of Keras: {error}", optimizer=given, fix=fix) from None
