@@ -35,10 +35,6 @@ def optimal_parameters(flops: float) -> float:
     return math.sqrt(flops / (6 * TOKENS_PER_PARAMETER))
 
 
-def _time_text(days: float) -> str:
-    return f"{days:,.1f} days" if days >= 1 else f"{24 * days:,.2g} hours"
-
-
 @dataclasses.dataclass(frozen=True)
 class Training:
     """A training from beginning to end. Prints as a few lines.
@@ -57,9 +53,11 @@ class Training:
 
     def __str__(self) -> str:
         best, optimal = optimal_parameters(self.flops), optimal_tokens(self.parameters)
+        time = ""
+        if self.days is not None:
+            time = f", {self.days:,.1f} days" if self.days >= 1 else f", {24 * self.days:,.2g} hours"
         lines = [
-            f"{count_text(self.parameters)} parameters, {count_text(self.tokens)} tokens: {self.flops:.3g} FLOPs"
-            + (f", {_time_text(self.days)}" if self.days is not None else ""),
+            f"{count_text(self.parameters)} parameters, {count_text(self.tokens)} tokens: {self.flops:.3g} FLOPs{time}",
             f"{self.tokens / self.parameters:.3g} tokens for each parameter; {TOKENS_PER_PARAMETER} are optimal (Chinchilla): "
             f"{count_text(optimal)}",
             f"optimal for {self.flops:.3g} FLOPs: {count_text(best)} parameters, {count_text(optimal_tokens(best))} tokens",
