@@ -56,7 +56,7 @@ def profile_of(trace: StepTrace, sweep: Sweep, buffers: Buffers, paths: Sequence
     # What gradients need of forward's tensors alone is computed in forward, too.
     is_kept = ~is_backward[buffers.makers] & ~is_gradient & (buffers.deaths >= backward)
     is_kept &= _is_of_forward(trace, sweep)[buffers.makers]
-    is_for_later = is_kept & ~_is_read_by_own(sweep, buffers, owners, is_backward)
+    is_for_later = is_kept & ~_is_read_by_own(buffers, owners, is_backward)
     kept, for_later = (
         np.bincount(owner[chosen], buffers.sizes[chosen], len(calls)).astype(np.int64) for chosen in (is_kept, is_for_later)
     )
@@ -139,7 +139,7 @@ def _is_of_forward(trace: StepTrace, sweep: Sweep) -> np.ndarray:
     return depends | (np.arange(len(depends)) < trace.forward)
 
 
-def _is_read_by_own(sweep: Sweep, buffers: Buffers, owners: np.ndarray, is_backward: np.ndarray) -> np.ndarray:
+def _is_read_by_own(buffers: Buffers, owners: np.ndarray, is_backward: np.ndarray) -> np.ndarray:
     """Returns for each buffer whether backward of the call that made it reads it, or of an earlier one."""
     return np.array(
         [

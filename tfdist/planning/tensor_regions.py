@@ -37,7 +37,7 @@ def on_tensor_rank(buffers: Buffers, trace: StepTrace, sweep: Sweep, shardings: 
     for start, stop in _ranges(trace, gathering):
         own = np.flatnonzero((buffers.makers >= start) & (buffers.makers < stop))
         arriving += [own[np.argmax(sizes[own])]] if len(own) else []
-    splits = _splits(buffers, trace, sweep, shardings)
+    splits = _splits(buffers, trace, shardings)
     whole, deaths = list(splits), buffers.deaths.copy()
     deaths[whole] = [at for at, _ in splits.values()]
     parts = -(-sizes[whole] // tensor)
@@ -52,7 +52,7 @@ def on_tensor_rank(buffers: Buffers, trace: StepTrace, sweep: Sweep, shardings: 
     )
 
 
-def _splits(buffers: Buffers, trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerSharding]) -> dict[int, tuple[int, int]]:
+def _splits(buffers: Buffers, trace: StepTrace, shardings: Sequence[LayerSharding]) -> dict[int, tuple[int, int]]:
     """Returns, of each buffer that a row layer splits and nobody reads later, the step and the number of the layer's product."""
     ranges = _ranges(trace, [one.layer for one in shardings if one.role == ROW and not one.input_is_parallel])
     sources = sources_of(trace)
