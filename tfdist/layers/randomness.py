@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import secrets
 import threading
 from collections.abc import Callable, Iterator
@@ -101,8 +102,7 @@ class RankSeeds:
 
     def op_seeds(self, program: RankProgram, draw: Callable[[], _OpSeeds]) -> _OpSeeds:
         """Returns the seeds of the next random operation of this rank's program; `draw` returns those of one device."""
-        count = program.attachment(_Count)
-        number, count.drawn = count.drawn, count.drawn + 1
+        number = next(program.attachment(_numbers))
         while len(self._drawn) <= number:
             self._drawn.append(draw())
         global_seed, seed = self._drawn[number]
@@ -117,11 +117,9 @@ class RankSeeds:
         return global_seed, int.from_bytes(digest, "little") & 0x7FFFFFFF
 
 
-class _Count:
-    """How many random operations of TensorFlow a rank's program has drawn seeds for; an attachment of the program."""
-
-    def __init__(self, program: RankProgram):
-        self.drawn = 0
+def _numbers(_: RankProgram) -> Iterator[int]:
+    """Yields the numbers of the random operations of TensorFlow that a rank's program draws seeds for; an attachment of it."""
+    return itertools.count()
 
 
 def op_seeds(draw: Callable[[], _OpSeeds]) -> _OpSeeds:
