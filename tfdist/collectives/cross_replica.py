@@ -60,7 +60,7 @@ class CrossReplica:
             axes[0], axes[axis] = axes[axis], axes[0]
             swapped = tf.transpose(value, axes) if axis else value
             swapped = _of_last_pipe_rank(program, swapped, label)
-            gathered = ops.all_gather_uneven(program, swapped, program.group_ranks("data"), "data", label)
+            gathered = ops.all_gather_uneven(program, swapped, program.group_ranks("data"), label)
             return tf.transpose(gathered, axes) if axis else gathered
 
         return self.call(("all_gather", axis, label), emit, values)

@@ -96,7 +96,7 @@ def all_gather(x: tf.Tensor, mesh_axis: str = "data", *, uneven: bool = False, l
         return tf.identity(x)
     # Eagerly every length is known, and may be this rank's only.
     if uneven or x.shape[0] is None or program.is_eager:
-        return all_gather_uneven(program, x, ranks, mesh_axis, label)
+        return all_gather_uneven(program, x, ranks, label)
 
     return with_adjoint(
         lambda x: group_ops.all_gather(program, x, ranks, label),
@@ -105,7 +105,7 @@ def all_gather(x: tf.Tensor, mesh_axis: str = "data", *, uneven: bool = False, l
     )
 
 
-def all_gather_uneven(program: RankProgram, x: tf.Tensor, ranks: Ranks, mesh_axis: str, label: str) -> tf.Tensor:
+def all_gather_uneven(program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
     """All-gather of tensors whose axis 0 differs by rank: padded to the power of two that holds the longest.
 
     At least one row, because kernels crash on none; a power of two, because every length that occurs costs a key.
