@@ -79,35 +79,32 @@ class _Rendezvous:
         self._listener = listener
         self._end = end
         self._ready: set[int] = set()
-        self._unreached = {index: "it has not answered" for index, _ in cluster.others()}  # and why not
+        self._others = {index for index, _ in cluster.others()}
+        self._unreached = dict.fromkeys(self._others, "it has not answered")  # and why not
 
     def run(self) -> Peers:
-        everybody = {index for index, _ in self._cluster.others()}
-        for index in everybody:
+        for index in self._others:
             threading.Thread(target=self._reach, args=(index,), name="tfdist rendezvous", daemon=True).start()
         is_ready = False
-        while not (is_ready and everybody <= self._ready):
-            self._listen()
+        while not (is_ready and self._others <= self._ready):
+            for index, word in self.peers.listen(_POLL_SECONDS):
+                if word is None:
+                    raise WorkerFailedError(Failure(index, "ended while the workers of the job were connecting"))
+                if "missing" in word:
+                    raise TimeoutError(word["missing"])
+                if "failed" in word:
+                    raise WorkerFailedError(Failure.from_word(word))
+                if "ready" in word:
+                    self._ready.add(index)
             self._accept()
-            if not is_ready and not self._unreached and everybody <= self.peers.indices():
+            if not is_ready and not self._unreached and self._others <= self.peers.indices():
                 is_ready = True
                 self.peers.tell({"ready": True})
             if time.monotonic() > self._end + (0 if self._cluster.is_chief else _CHIEF_FIRST_SECONDS):
-                missing = self._missing(everybody)
+                missing = self._missing()
                 self.peers.tell({"missing": missing})
                 raise TimeoutError(missing)
         return self.peers
-
-    def _listen(self) -> None:
-        for index, word in self.peers.listen(_POLL_SECONDS):
-            if word is None:
-                raise WorkerFailedError(Failure(index, "ended while the workers of the job were connecting"))
-            if "missing" in word:
-                raise TimeoutError(word["missing"])
-            if "failed" in word:
-                raise WorkerFailedError(Failure.from_word(word))
-            if "ready" in word:
-                self._ready.add(index)
 
     def _accept(self) -> None:
         """Answers those that have connected to this worker, and keeps the connections of workers behind it."""
@@ -152,13 +149,13 @@ class _Rendezvous:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def _missing(self, everybody: set[int]) -> str:
+    def _missing(self) -> str:
         here, tasks, connected = self._cluster.task, self._cluster.tasks, self.peers.indices()
-        never = [index for index in sorted(everybody - connected) if index > self._cluster.worker_index]
+        never = [index for index in sorted(self._others - connected) if index > self._cluster.worker_index]
         found = [f"{', '.join(str(tasks[index]) for index in never)} did not come"] if never else []
         unreached = [index for index in sorted(self._unreached) if index not in never]
         found += [f"{tasks[index]} cannot be reached from {here}: {self._unreached[index]}" for index in unreached]
-        late = ", ".join(str(tasks[index]) for index in sorted(everybody - self._ready))
+        late = ", ".join(str(tasks[index]) for index in sorted(self._others - self._ready))
         return "; ".join(found) or f"{late} could not reach all others"
 
 
