@@ -41,6 +41,7 @@ _MOST_EXAMPLES = 2**24
 _LEAST = 0.01  # what saves less of a device's memory than this is not told
 _LIBRARIES = ("tensorflow", "keras", "tfdist", "numpy")
 _DEVICE = re.compile(r"device:([A-Z]+:\d+)")
+# That there was no memory for, where the message says it.
 _TENSOR = re.compile(r"tensor with shape\[([\d,]*)\] and type (\w+)")
 
 T = TypeVar("T")
@@ -84,7 +85,8 @@ def explained(model: keras.Model, message: str) -> str:
     fullest = max(local, key=lambda rank: report.devices[rank].total_bytes)
     rank = local[names.index(failed[1])] if failed and failed[1] in names else fullest
     device, state = short_name(config.mesh.devices[rank]), report.devices[rank]
-    used, asked = _most_in_use(device), _asked(message)
+    used, wanted = _most_in_use(device), _TENSOR.search(message)
+    asked = math.prod(int(size) for size in re.findall(r"\d+", wanted[1])) * tf.as_dtype(wanted[2]).size if wanted else 0
     held = DeviceMemory(state.parameter_bytes + state.exact_bytes, state.gradient_bytes, state.optimizer_bytes)
     rest = None if used is None else max(used + asked - held.together, 0)
     if rest is not None:
@@ -200,14 +202,6 @@ def _most_in_use(device: str) -> int | None:
         return peak_bytes(device)
     except (ValueError, tf.errors.OpError):
         return None
-
-
-def _asked(message: str) -> int:
-    """Returns the bytes of the tensor that there was no memory for; 0 where the message does not say."""
-    found = _TENSOR.search(message)
-    if found is None:
-        return 0
-    return math.prod(int(size) for size in found[1].split(",") if size) * tf.as_dtype(found[2]).size
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T | None:
