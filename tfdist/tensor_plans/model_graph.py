@@ -142,11 +142,4 @@ def _describe(layer: keras.Layer, is_in_loop: bool, traces: Sequence[Trace]) -> 
         reason = "its weights are used outside of its calls too"
     elif kind.is_attention and not kind.returns_more and any(len(event.outputs) > 1 for events in calls for event in events):
         reason = "it returns its attention scores"
-    return ShardableLayer(
-        layer=layer,
-        path=path_of(layer),
-        kind=kind,
-        uses=uses,
-        is_traced=any(calls) and not hidden,
-        obstacle=reason,
-    )
+    return ShardableLayer(layer, path_of(layer), kind, uses, is_traced=any(calls) and not hidden, obstacle=reason)
