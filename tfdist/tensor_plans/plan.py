@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -13,7 +14,7 @@ from tfdist.sharding import layers_within
 from tfdist.tensor_plans.layer_kinds import ROLES, is_attention, path_of
 
 
-class TensorPlan(Mapping[str, str]):
+class TensorPlan(collections.UserDict[str, str]):
     """An ordered mapping from patterns to the way in which the layers that they match are sharded over the tensor ranks.
 
     A pattern is a regular expression that is searched (`re.search`) in the path of a layer, and in those of the layer's
@@ -43,25 +44,29 @@ class TensorPlan(Mapping[str, str]):
                 plan=patterns,
                 fix='For instance {"mlp_in": "column", "mlp_out": "row"}; `tfdist.suggest_plan` makes one.',
             )
-        self._patterns = dict(patterns)
-        for pattern, role in self._patterns.items():
-            _check(pattern, role)
+        super().__init__(patterns)
 
-    def __getitem__(self, pattern: str) -> str:
-        return self._patterns[pattern]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._patterns)
-
-    def __len__(self) -> int:
-        return len(self._patterns)
+    def __setitem__(self, pattern: Any, role: Any) -> None:
+        if not isinstance(pattern, str):
+            raise errors.value_error("`plan` must have patterns that are strings.", pattern=pattern)
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise errors.value_error(
+                "`plan` must have patterns that are regular expressions.",
+                pattern=pattern,
+                fix=f"It does not compile: {error}. `re.escape` makes a pattern of a path.",
+            ) from error
+        if role not in ROLES:
+            raise errors.value_error(f"`plan` must give each pattern one of the roles {ROLES}.", pattern=pattern, role=role)
+        super().__setitem__(pattern, role)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._patterns!r})"
+        return f"{type(self).__name__}({self.data!r})"
 
     def as_dict(self) -> dict[str, str]:
         """Returns the patterns as a plain dict, in order."""
-        return dict(self._patterns)
+        return dict(self)
 
     def role_of(self, layer: keras.Layer) -> str | None:
         """Returns the role of a built layer, None if no pattern matches it.
@@ -70,11 +75,11 @@ class TensorPlan(Mapping[str, str]):
             ValueError: the pattern matches a part of an attention layer, which is sharded as a whole.
         """
         pattern = self.pattern_of(layer)
-        return None if pattern is None else self._patterns[pattern]
+        return None if pattern is None else self[pattern]
 
     def pattern_of(self, layer: keras.Layer) -> str | None:
         """Returns the first pattern that matches a built layer; raises like `role_of`."""
-        return next((pattern for pattern in self._patterns if matches(pattern, layer)), None)
+        return next((pattern for pattern in self if matches(pattern, layer)), None)
 
 
 def matches(pattern: str, layer: keras.Layer) -> bool:
@@ -93,18 +98,3 @@ def matches(pattern: str, layer: keras.Layer) -> bool:
                 fix=f'Before this pattern, give the layer itself a role: {{"{path}$": "column"}} or "replicate".',
             )
     return bool(parts) and len(layers_within(layer)) == 1
-
-
-def _check(pattern: Any, role: Any) -> None:
-    if not isinstance(pattern, str):
-        raise errors.value_error("`plan` must have patterns that are strings.", pattern=pattern)
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise errors.value_error(
-            "`plan` must have patterns that are regular expressions.",
-            pattern=pattern,
-            fix=f"It does not compile: {error}. `re.escape` makes a pattern of a path.",
-        ) from error
-    if role not in ROLES:
-        raise errors.value_error(f"`plan` must give each pattern one of the roles {ROLES}.", pattern=pattern, role=role)
