@@ -87,7 +87,4 @@ def _for_all_ranks(
             stored.append(variable)
         step(optimizer(), summands, stored, config)
 
-    def for_all_ranks(grads: Sequence[Any]) -> None:
-        optimizer()._distribution_strategy.run(on_rank, args=(grads,))
-
-    return for_all_ranks
+    return lambda grads: optimizer()._distribution_strategy.run(on_rank, args=(grads,))
