@@ -65,17 +65,14 @@ def _examine(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     if args.devices is not None and args.logical_gpus is not None:
         parser.error("argument --logical-gpus: cannot be given with --devices: it makes the devices.")
     args.only = list(dict.fromkeys(args.only or ()))
+    given = {"--devices": args.devices, "--logical-gpus": args.logical_gpus, "--only": " ".join(args.only)}
+    command = (*(f"{name} {value}" for name, value in given.items() if value), *(["--quick"] if args.quick else []))
     started, start = datetime.datetime.now(datetime.UTC), time.monotonic()
 
     def conclude(outcomes: list[Outcome], is_chief: bool) -> int:
-        report = Report(tuple(outcomes), started.isoformat(timespec="seconds"), time.monotonic() - start, _command(args))
+        report = Report(tuple(outcomes), started.isoformat(timespec="seconds"), time.monotonic() - start, command)
         if is_chief:
             publish(report, args.json)
         return 0 if report.holds else 1
 
     return examine(parser, args, all_checks(args.only or tuple(PARTS)), conclude)
-
-
-def _command(args: argparse.Namespace) -> tuple[str, ...]:
-    given = {"--devices": args.devices, "--logical-gpus": args.logical_gpus, "--only": " ".join(args.only)}
-    return (*(f"{name} {value}" for name, value in given.items() if value), *(["--quick"] if args.quick else []))

@@ -34,10 +34,6 @@ ROWS_PER_RANK = 4
 _FIRST_WITH_TENSOR_FLOAT_32 = (8, 0)
 
 
-def _as_it_is(model: keras.Model) -> keras.Model:
-    return model
-
-
 def _over_tensor_ranks(model: keras.Model) -> keras.Model:
     return parallelize(model, {"up": "column", "down": "row"}, print_fn=None)
 
@@ -48,7 +44,7 @@ class Technique:
 
     settings: dict[str, Any]  # of the strategy
     dtype: str = "float32"  # a name of `TOLERANCES`: a dtype policy of Keras, or "tensor_float_32"
-    prepare: Callable[[keras.Model], keras.Model] = _as_it_is  # done with the Keras model in the strategy's scope
+    prepare: Callable[[keras.Model], keras.Model] = lambda model: model  # done with the Keras model in the strategy's scope
     divisor: int = 1  # what must divide the number of devices
     # Makes the optimizer, on one device too.
     optimizer: Callable[[], keras.optimizers.Optimizer] = functools.partial(keras.optimizers.SGD, 0.1, momentum=0.9)
@@ -114,7 +110,7 @@ def _model() -> keras.Model:
 
 def train_alone(technique: Technique, rows: int) -> Trained:
     """Trains the model as it is on one device, the first GPU where there is one."""
-    return train(tf.distribute.get_strategy(), dataclasses.replace(technique, prepare=_as_it_is), rows)
+    return train(tf.distribute.get_strategy(), dataclasses.replace(technique, prepare=Technique.prepare), rows)
 
 
 def train(strategy: Any, technique: Technique, rows: int) -> Trained:
