@@ -27,11 +27,10 @@ def update_averages(optimizer: Any, config: MeshConfig, program: RankProgram) ->
     gathered, in the steps that overwrite.
     """
     pairs = [
-        (Target.of(variable, config, program), local_part(average, program))
+        (target, local_part(average, program))
         for variable, average in zip(optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True)
-        if average is not None
+        if average is not None and (target := Target.of(variable, config, program)).is_stored
     ]
-    pairs = [(target, average) for target, average in pairs if target.is_stored]
     not_first = tf.not_equal(tf.convert_to_tensor(optimizer.iterations), 0)
     for target, average in pairs:
         weight = target.read(target.stepped)
