@@ -16,7 +16,7 @@ from tfdist.collectives.naive import gather_to_master_all_reduce, naive_master_b
 from tfdist.collectives.ops import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
 from tfdist.collectives.point_to_point import receive, send
-from tfdist.collectives.program import RankProgram
+from tfdist.collectives.program import OfBranch, RankProgram
 from tfdist.collectives.rows import can_be_gathered, gather_rows
 from tfdist.collectives.side_chain import SideChain
 from tfdist.collectives.transports.choice import choose_transport
@@ -31,6 +31,7 @@ __all__ = [
     "RING",
     "CollectivePlan",
     "CollectiveRecord",
+    "OfBranch",
     "RankProgram",
     "all_gather",
     "all_reduce",

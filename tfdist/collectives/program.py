@@ -39,6 +39,10 @@ class NotOnTrialError(Exception):
     """What is traced on trial holds what must not be: see `RankProgram.on_trial`."""
 
 
+class OfBranch:
+    """An attachment of which a branch's program has one of its own."""
+
+
 class RankProgram:
     """One rank's part of one trace of `strategy.run`.
 
@@ -47,7 +51,7 @@ class RankProgram:
     when the rank's function has returned (`at_close`).
 
     A branch (`tf.cond`) that holds collectives has a program of its own, within that of the rank: see `branches`. It has its own
-    attachments of the classes that say so (`IS_OF_BRANCH`), and shares all others.
+    attachments of the classes that say so (`OfBranch`), and shares all others.
 
     Attributes:
         graph: the graph in which `strategy.run` was called, or that of the branch; collectives are emitted in it, never inside
@@ -104,7 +108,7 @@ class RankProgram:
 
     def attachment(self, kind: Callable[[RankProgram], Any]) -> Any:
         """Returns this trace's one `kind(program)`, made on first use."""
-        if self.outer is not None and not getattr(kind, "IS_OF_BRANCH", False):
+        if self.outer is not None and not (isinstance(kind, type) and issubclass(kind, OfBranch)):
             return self.outer.attachment(kind)
         if kind not in self._attachments:
             self._attachments[kind] = kind(self)

@@ -23,11 +23,9 @@ from tfdist.losses.global_losses import (
     scale_loss,
     unscale_loss,
 )
-from tfdist.losses.layer_losses import eager_losses
 from tfdist.losses.sliced_batch import is_on_trial
-from tfdist.losses.step_gradients import gradient_of_targets, weighted_in_gradient
-from tfdist.losses.tensors_of_weights import is_of_weights
-from tfdist.losses.trainer_step import of_trainer, trainer_step
+from tfdist.losses.step_gradients import gradient_of_targets, is_of_weights, weighted_in_gradient
+from tfdist.losses.trainer_step import eager_losses, of_trainer, trainer_step
 from tfdist.optimizers.application import noted
 from tfdist.pipeline.model import PipelineModel
 from tfdist.placements.facts import have_met

@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from tfdist.collectives import all_gather, rank_program
 from tfdist.layers.statistics import Statistics
-from tfdist.losses.own_rows import OWN_ROWS
+from tfdist.losses.sliced_batch import OWN_ROWS
 from tfdist.placements.repair import meant_of_own_rows
 
 

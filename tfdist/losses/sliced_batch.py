@@ -12,6 +12,7 @@ tells them apart, and such a loss is computed of all slices together.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,6 +32,9 @@ from tfdist.placements.repair import Repair
 from tfdist.placements.telling import is_sum, warn_of_layer_in_pipeline
 
 _local = threading.local()
+# How many of the first rows of what a layer is called on here are the batch's, an int32 scalar; None: all. A slice without rows
+# is given one, which what a layer notes of its examples, such as their mean, must leave out.
+OWN_ROWS: contextvars.ContextVar[tf.Tensor | None] = contextvars.ContextVar("own_rows", default=None)
 
 
 class SlicedBatch(BatchPart):

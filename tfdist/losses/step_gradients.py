@@ -13,7 +13,6 @@ from tfdist.collectives import RankProgram, rank_program
 from tfdist.custom_gradients import with_adjoint
 from tfdist.graphs import records, tape
 from tfdist.losses.given_batch import is_given_everywhere
-from tfdist.losses.tensors_of_weights import is_of_weights
 from tfdist.losses.trainer_step import trainer_step
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
@@ -21,6 +20,7 @@ from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.repair import Repair
+from tfdist.placements.surroundings import reads_variables
 from tfdist.placements.telling import as_whole, is_sum, known, warn_of_custom_gradient, without_extremes
 from tfdist.sharding.gradient_numbers import GradientNumbers
 from tfdist.sharding.gradient_stubs import GradientStubs
@@ -271,3 +271,17 @@ def _changed(grad: Any, change: Callable[[tf.Tensor], tf.Tensor]) -> Any:
     if isinstance(grad, tf.IndexedSlices):
         return tf.IndexedSlices(change(grad.values), grad.indices, grad.dense_shape)
     return change(grad)
+
+
+def is_of_weights(source: Any, program: RankProgram) -> bool:
+    """Whether `source`, a tensor, is the same on all ranks of `program`, as weights and what is computed of them are.
+
+    What a tape returns for such tensors are summands of the ranks, as gradients of variables are; what it returns for rows, or
+    for what is looked up by rows, is that of one device.
+    """
+    if not isinstance(source, tf.Tensor) or not source.dtype.is_floating:
+        return False
+    if not tf.is_symbolic_tensor(source):
+        return program.is_eager and program.attachment(EagerFacts).is_of_weights(source)
+    is_whole = program.exists_here(source) and program.attachment(Facts).of(source) == Replicate()
+    return is_whole and reads_variables(source)

@@ -82,3 +82,18 @@ def _of_means(logs: Any, model: Any, program: RankProgram) -> Any:
         return as_mean(program, x, f"log/{name}", model, f"What a step of {type(model).__name__} returns as {name!r}")
 
     return keras.tree.pack_sequence_as(logs, [mean(path, x) for path, x in keras.tree.flatten_with_path(logs)])
+
+
+def _losses(_: RankProgram) -> dict[int, list[tf.Tensor]]:
+    """What layers add on one eager rank, by the id of the layer; an attachment of its program."""
+    return {}
+
+
+def eager_losses(layer: Any) -> list[tf.Tensor] | None:
+    """Returns the list of the losses of `layer` on the eager rank that runs here, as long-lived as the step; None: none runs.
+
+    Eager ranks take turns, and would find each other's losses in the layer's own list; traced ones come one after the other.
+    """
+    program = rank_program()
+    is_eager = program is not None and program.is_eager
+    return program.attachment(_losses).setdefault(id(layer), []) if is_eager else None

@@ -25,7 +25,7 @@ from tfdist.sharding.tape_gradients import TapeGradients
 def noted(found: Any, sources: Any, is_of_weights: Callable[[Any, RankProgram], bool]) -> Any:
     """Returns `found`, the gradients of `sources` that a tape has returned, and notes those of parameters that ranks hold whole.
 
-    So it does, in a step of Keras's trainer, with those of tensors that `is_of_weights` (see `losses.tensors_of_weights`). Where
+    So it does, in a step of Keras's trainer, with those of tensors that `is_of_weights` (see `losses.step_gradients`). Where
     the user's code reads them, it reads the sums over the ranks (`tape_gradients`). Gradients of embeddings are made dense. A
     tape in a block that holds parameters is not the user's: what it returns is not noted.
     """

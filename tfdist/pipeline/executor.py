@@ -23,7 +23,7 @@ from tfdist import temporary
 from tfdist.collectives import point_to_point
 from tfdist.graphs import tape
 from tfdist.losses.global_losses import whole_batch
-from tfdist.losses.own_rows import OWN_ROWS
+from tfdist.losses.sliced_batch import OWN_ROWS
 from tfdist.pipeline.action_clock import ActionClock
 from tfdist.pipeline.gradients import GradientSum, added
 from tfdist.pipeline.pace import Pace

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, rank_program
+from tfdist.collectives import OfBranch, RankProgram, rank_program
 from tfdist.collectives.results import Results
 from tfdist.graphs import tape
 from tfdist.graphs.walks import before, inputs_first, reached
@@ -25,15 +25,13 @@ from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.traced_call import TracedCall
 
 
-class Facts(GraphFacts):
+class Facts(GraphFacts, OfBranch):
     """Those of the graph in which a rank's function is traced; an attachment of its program, and of a branch's.
 
     Attributes:
         declared: by its name, the placement of a tensor of which more was said than its operation says; of the handle of a
             variable, that of what is read of it.
     """
-
-    IS_OF_BRANCH = True
 
     def __init__(self, program: RankProgram):
         super().__init__(program.attachment(Results))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram
+from tfdist.collectives import OfBranch, RankProgram
 from tfdist.collectives.branches import writes_to
 from tfdist.graphs import records, tape
 from tfdist.graphs.walks import before
@@ -34,10 +34,8 @@ _Copy = Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]  # makes tensors of a b
 _Reads = dict[tuple[str, int], tuple[tf.Tensor, ...]]  # what an operation of a branch reads, or returns; a mean's sum and number
 
 
-class Opening:
+class Opening(OfBranch):
     """The branches of one rank's program that were opened; an attachment of the program, and of a branch's."""
-
-    IS_OF_BRANCH = True
 
     def __init__(self, program: RankProgram):
         self._program = program

@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, can_be_gathered
+from tfdist.collectives import OfBranch, RankProgram, can_be_gathered
 from tfdist.graphs import records, tape, walks
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Unknown, Why
@@ -37,15 +37,13 @@ class Want:
     is_of_rows: bool = False  # or of their number, and has another size then
 
 
-class RepairPlan:
+class RepairPlan(OfBranch):
     """Plans for the graph of one rank's program; an attachment of the program, and of a branch's.
 
     Attributes:
         most_bytes: of rows that are gathered, on a rank; 0: none are.
         bears_shares: whether what reads the tensor may read a rank's share, in a loop of one's own.
     """
-
-    IS_OF_BRANCH = True
 
     def __init__(self, program: RankProgram):
         self._program = program

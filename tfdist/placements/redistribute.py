@@ -23,7 +23,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, all_gather, all_reduce, gather_rows
+from tfdist.collectives import OfBranch, RankProgram, all_gather, all_reduce, gather_rows
 from tfdist.custom_gradients import with_adjoint
 from tfdist.graphs import records, tape
 from tfdist.graphs.walks import inputs_first
@@ -41,10 +41,8 @@ class _Agreement:
     back: Callable[..., Tensors]  # of what comes back to outputs: what comes back to inputs
 
 
-class Redistribution:
+class Redistribution(OfBranch):
     """What has been redistributed in the graph of one rank's program; an attachment of the program, and of a branch's."""
-
-    IS_OF_BRANCH = True
 
     def __init__(self, program: RankProgram):
         self._program = program

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram
+from tfdist.collectives import OfBranch, RankProgram
 from tfdist.graphs import records, tape
 from tfdist.graphs.walks import before, inputs_first, reached
 from tfdist.placements.facts import Facts
@@ -26,10 +26,8 @@ _ARITHMETIC = ("AddV2", "FloorDiv", "FloorMod", "Mul", "Sub")
 Change = tuple[tf.Operation, int, tf.Tensor]  # an operation, the number of one of its inputs, what it is to read there
 
 
-class Remaking:
+class Remaking(OfBranch):
     """What was made again in the graph of one rank's program; an attachment of the program, and of a branch's."""
-
-    IS_OF_BRANCH = True
 
     def __init__(self, program: RankProgram):
         self._program = program

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from tfdist import temporary
-from tfdist.collectives import RankProgram, all_reduce, can_be_gathered
+from tfdist.collectives import OfBranch, RankProgram, all_reduce, can_be_gathered
 from tfdist.graphs import records, tape, walks
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
@@ -37,10 +37,8 @@ from tfdist.placements.table import Linear, is_elementwise, row_of
 _MOST_PLANS = 4  # since what is made again may have other static shapes, and then need more
 
 
-class Repair:
+class Repair(OfBranch):
     """What was mended in the graph of one rank's program; an attachment of the program, and of a branch's."""
-
-    IS_OF_BRANCH = True
 
     def __init__(self, program: RankProgram):
         self._program = program

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from tfdist import temporary
-from tfdist.collectives import RankProgram
+from tfdist.collectives import OfBranch, RankProgram
 from tfdist.graphs import tape
 from tfdist.graphs.walks import reached
 from tfdist.placements.facts import Facts
@@ -28,15 +28,13 @@ from tfdist.placements.repair import Repair
 from tfdist.placements.table import Linear, row_of
 
 
-class GradientNumbers:
+class GradientNumbers(OfBranch):
     """The numbers that gradients meet in the graph of one rank's program; an attachment of the program, and of a branch's.
 
     Attributes:
         is_own: whether gradients are read for the optimizer, or to agree.
         is_agreeing: whether the ranks are about to agree on some.
     """
-
-    IS_OF_BRANCH = True
 
     def __init__(self, program: RankProgram):
         self._program = program

@@ -22,7 +22,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram
+from tfdist.collectives import OfBranch, RankProgram
 from tfdist.compression.words import with_zeros
 from tfdist.graphs import tape
 from tfdist.placements import table
@@ -86,10 +86,8 @@ class _OnShards(gradient_graph.Derived):
         return with_zeros(image[: stop - start], missing) if missing else image
 
 
-class GradientStubs:
+class GradientStubs(OfBranch):
     """The stubs of one rank's program in one trace; an attachment of the program."""
-
-    IS_OF_BRANCH = True
 
     def __init__(self, program: RankProgram):
         self._program = program

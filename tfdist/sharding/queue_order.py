@@ -33,13 +33,13 @@ from collections.abc import Iterator, Sequence, Set
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, SideChain
+from tfdist.collectives import OfBranch, RankProgram, SideChain
 from tfdist.graphs import tape
 from tfdist.sharding import host_lead
 from tfdist.sharding.recomputation import Recomputation
 
 
-class QueueOrder:
+class QueueOrder(OfBranch):
     """That of one trace; what has a place in it keeps it. An attachment of the rank's program.
 
     Attributes:
@@ -48,8 +48,6 @@ class QueueOrder:
         borders: the operations that end what lies between two collectives; on a chain these collectives themselves.
         has_written: whether parameters are written: what those that are gathered then are computed of nobody knows here.
     """
-
-    IS_OF_BRANCH = True
 
     def __init__(self, program: RankProgram):
         self._program = program

@@ -27,7 +27,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram
+from tfdist.collectives import OfBranch, RankProgram
 from tfdist.graphs import tape
 from tfdist.sharding.sharded_activations import copy_mask, mark_shard, shard_of
 
@@ -60,14 +60,12 @@ class Region:
     repetitions: list[Repetition] = dataclasses.field(default_factory=list)
 
 
-class Recomputation:
+class Recomputation(OfBranch):
     """What one rank computes again in one trace of `strategy.run`.
 
     Attributes:
         idle: the names of operations made again that nothing needs; they do not run.
     """
-
-    IS_OF_BRANCH = True
 
     def __init__(self, program: RankProgram):
         self._program = program

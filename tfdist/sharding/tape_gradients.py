@@ -24,7 +24,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, group_ops
+from tfdist.collectives import OfBranch, RankProgram, group_ops
 from tfdist.graphs import tape
 from tfdist.graphs.walks import reached
 from tfdist.placements.eager import EagerFacts
@@ -47,10 +47,8 @@ class _Summand:
     whole: tf.Tensor | None = None  # the sum, once it is read
 
 
-class TapeGradients:
+class TapeGradients(OfBranch):
     """The gradients of whole parameters of one rank's program in one trace; an attachment of the program, and of a branch's."""
-
-    IS_OF_BRANCH = True
 
     def __init__(self, program: RankProgram):
         self._program = program

@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors, temporary
-from tfdist.collectives import RankProgram, in_loop, nested_functions, rank_program
+from tfdist.collectives import OfBranch, RankProgram, in_loop, nested_functions, rank_program
 from tfdist.graphs import tape
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import have_met
@@ -42,7 +42,7 @@ from tfdist.sharding.shard_messages import SumOfGradients, gather_parameters, ga
 from tfdist.sharding.units import Reader, Unit, compute_dtype_of, copy_of, gather_group
 
 
-class UnshardSchedule:
+class UnshardSchedule(OfBranch):
     """One rank's gathers and reduce-scatters in one trace of `strategy.run`.
 
     At most `prefetch + 1` units are gathered at once, in each direction: a gather waits for the operations that read the
@@ -51,8 +51,6 @@ class UnshardSchedule:
 
     Reads inside `while`, `cond`, `map` or a nested function are gathered once, in the graph of `strategy.run`, and captured.
     """
-
-    IS_OF_BRANCH = True
 
     def __init__(self, program: RankProgram):
         self._program = program
