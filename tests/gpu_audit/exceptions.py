@@ -62,6 +62,7 @@ ALLOWED = (
         "lengths that differ by rank become a shape; TensorFlow reshapes int32 on the host",
         "collectives of every dtype",
     ),
+    Allowed("to the host", "bool All -> Assert", "`tf.nn.compute_average_loss` checks a number of rows", "loop of one's own"),
     # What no one waits for on the host
     Allowed("to the GPU", "(bool|int32|int64|uint64) .*", "shapes, ids, masks and the keys of random numbers"),
     Allowed("to the GPU", "int8 CudnnRNNV3 -> ZerosLike", "what cuDNN keeps on the host for its backward pass", "LSTM|GRU"),
