@@ -151,8 +151,7 @@ def _compute_loss(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     weight: GradientWeight | None = None if program is None else program.attachment(GradientWeight)
     if weight is None or not weight.is_in_loss:
         return loss
-    # A penalty of weights times a mean: without rows its derivative is the weight, 0, times the mean of nothing. So is that by
-    # the weights that a layer multiplies a mean with, which goes back to rows.
+    # A penalty of weights times a mean, in a loss or a layer: without rows its derivative is 0 times the mean of nothing.
     weight.has_numbers |= any(layer._get_own_losses() for layer in self._flatten_layers())
     weight.has_numbers |= not program.is_eager and program.attachment(Redistribution).bears_gradients
     return weighted_in_gradient(loss)

@@ -33,9 +33,8 @@ class Totals:
         found: dict[int, tf.Tensor] = {}
         for place, (x, how) in enumerate(zip(tensors, hows, strict=True)):
             if how in (How.SUM, How.COUNT) and self._is_alike(x):
-                whole = tf.constant(value_of(x) * self._replicas, x.dtype)
-                # A size that TensorFlow infers from it would not fit to what keeps the rank's own static shape.
-                found[place] = tf.compat.v1.placeholder_with_default(whole, x.shape)
+                # No constant: a size that TensorFlow infers from it would not fit to what keeps the rank's own static shape.
+                found[place] = tf.compat.v1.placeholder_with_default(tf.cast(value_of(x) * self._replicas, x.dtype), x.shape)
         sums = [place for place, how in enumerate(hows) if how not in (*EXTREMES, How.REPLICAS) and place not in found]
         if sums:
             totals = self._sums([tensors[place] for place in sums], [hows[place] in MEANS for place in sums], label)
