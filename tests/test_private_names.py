@@ -966,3 +966,8 @@ def test_shards_are_known_by_their_handles(cpus):
     assert component.handle._distributed_container() is variable
     for name in ("assign", "assign_add", "assign_sub", "scatter_update", "batch_scatter_update", "_strided_slice_assign"):
         assert callable(getattr(component, name)), name
+
+
+def test_ragged_tensors_keep_where_their_rows_begin():
+    rows = tf.ragged.constant([[1, 2], [], [3]])
+    assert rows._row_partition._row_splits.numpy().tolist() == [0, 2, 2, 3]

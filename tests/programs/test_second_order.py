@@ -412,3 +412,16 @@ def returned_and_read(strategy, traced=tf.function):
 @pytest.mark.parametrize("zero_stage", (exhaustive(0), exhaustive(1), exhaustive(2), 3))
 def test_what_is_returned_is_a_summand_also_where_the_sum_is_read(zero_stage):
     assert_as_on_one_device(returned_and_read, zero_stage)
+
+
+def test_a_jacobian_of_other_rows_is_refused():
+    def rank_step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            found = tf.ensure_shape(x, (4, 6))[:3]
+        return tape.batch_jacobian(found, tf.ensure_shape(x, (4, 6)))
+
+    strategy = strategy_for(2, 0)
+    data = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(X).batch(8))
+    with pytest.raises(ValueError, match="Need first dimension of target shape"):
+        tf.function(lambda x: strategy.run(rank_step, args=(x,)))(next(iter(data)))

@@ -219,7 +219,8 @@ def _batch_jacobian(
 ) -> Any:
     """Of each row. TensorFlow divides a size by a number of rows, perhaps none, to find the number of columns, which is known."""
     columns, others, program = target.shape[1:], source.shape[1:], rank_program()
-    number = columns.num_elements() if others.is_fully_defined() else None
+    are_rows = columns.rank and others.rank and target.shape[:1].is_compatible_with(source.shape[:1])  # else TensorFlow raises
+    number = columns.num_elements() if are_rows and others.is_fully_defined() else None
     if program is None or not tf.is_symbolic_tensor(target) or not number or not experimental_use_pfor:
         return original(self, target, source, unconnected_gradients, parallel_iterations, experimental_use_pfor)
 
