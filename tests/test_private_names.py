@@ -34,6 +34,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import autograph_util, polymorphic_function
+from tensorflow.python.framework import tensor_conversion_registry
 from tensorflow.python.ops import (
     control_flow_util_v2,
     control_flow_v2_func_graphs,
@@ -143,6 +144,23 @@ def test_autograph_conversion_of_the_rank_function():
         plain = autograph.tf_convert(branching, ag_ctx.control_status_ctx())
     with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
         in_graph(plain, tf.TensorSpec([], tf.int32))
+
+
+def test_a_number_of_a_class_is_converted_in_the_dtype_of_what_it_meets():
+    """keras_hooks/tensorflow.py: its function is asked before that of numbers."""
+    asked = []
+
+    class Number(int):
+        pass
+
+    def convert(value, dtype, name, as_ref):
+        asked.append(dtype)
+        return tf.constant(int(value) + 1, dtype)
+
+    tensor_conversion_registry.register_tensor_conversion_function_internal(Number, convert, priority=-1)
+    in_graph(lambda x: x / Number(3), tf.TensorSpec([2], tf.float64))
+    assert float(in_graph(lambda x: x / Number(3), tf.TensorSpec([]))(tf.constant(8.0))) == 2
+    assert asked == [tf.float64, tf.float32]
 
 
 # tfdist/collectives/program.py

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.autograph.core import config
+from tensorflow.python.framework import tensor_conversion_registry
 
 from tfdist.collectives import Where, nested_functions, rank_program, trace_branches, where
 from tfdist.graphs import tape
@@ -22,6 +23,11 @@ from tfdist.placements.telling import as_whole, warn_of_number_read
 from tfdist.runtime import coordination, out_of_memory
 from tfdist.sharding import ShardedVariable
 from tfdist.sharding.known_sums import KnownSums
+
+# The public function takes no kinds of numbers, and TensorFlow's hook for a class is not told of the dtype of what it meets.
+tensor_conversion_registry.register_tensor_conversion_function_internal(
+    (ReplicaCount, ReplicaPart), lambda number, dtype, name, as_ref: number.as_tensor(dtype), priority=-1
+)
 
 
 @replaces("tensorflow.python.autograph.core.config", "CONVERSION_RULES")
@@ -79,21 +85,6 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwds: Any) -> A
     except tf.errors.ResourceExhaustedError as error:
         out_of_memory.explain(self, error)
         raise
-
-
-@replaces(
-    "tensorflow.python.framework.tensor_conversion_registry",
-    "convert",
-    signature="(value, dtype=None, name=None, as_ref=False, preferred_dtype=None, accepted_result_types="
-    "(<class 'tensorflow.python.types.core.Symbol'>,))",
-)
-def _convert(original: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
-    """A loop divides by the number of replicas what all of them have: on one device by 1, and so a rank's step must know it for
-    that number. TensorFlow's own hook for a class (`__tf_tensor__`) is not told of the dtype of what it meets."""
-    if type(value) not in (ReplicaCount, ReplicaPart):
-        return original(value, *args, **kwargs)
-    given = dict(zip(("dtype", "name", "as_ref", "preferred_dtype"), args, strict=False)) | kwargs
-    return value.as_tensor(given.get("dtype") or given.get("preferred_dtype"))
 
 
 _ROWS = (
