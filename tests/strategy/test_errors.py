@@ -1,6 +1,7 @@
 """Bad input: an error at the earliest moment, which names the argument, what was received and the fix."""
 
 import functools
+import gc
 
 import keras
 import numpy as np
@@ -197,6 +198,21 @@ def test_a_gradient_in_a_compiled_function_is_refused(zero_stage):
     x = tf.zeros([4, *model.input_shape[1:]])
     with pytest.raises(NotImplementedError, match="compiled .*Leave out `jit_compile=True`"):
         tf.function(lambda: strategy.run(lambda: sum(map(tf.norm, gradients(x)))))()
+
+
+def test_python_collects_garbage_again_after_a_trace_that_fails():
+    strategy, seen = strategy_for(2, 0), []
+
+    def step():
+        seen.append(gc.isenabled())
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        tf.function(lambda: strategy.run(step), autograph=False)()
+    assert seen == [False] and gc.isenabled()
+    with pytest.raises(ArithmeticError):  # an eager step has tensors of its own to give back
+        strategy.run(step)
+    assert seen[1] and gc.isenabled()
 
 
 def test_wrong_shape_assigned():

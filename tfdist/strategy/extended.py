@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -94,7 +95,12 @@ class ShardedExtendedMixin(VariableCreation):
         plan = communicator.new_plan()
         graph = tf.compat.v1.get_default_graph()
         program_of = functools.partial(RankProgram, communicator, graph=graph, plan=plan)
-        result = self._run_ranks(fn, args, kwargs, plan, program_of)
+        collects = gc.isenabled()
+        gc.disable()  # a graph is objects that stay, among which Python would look for garbage again and again
+        try:
+            result = self._run_ranks(fn, args, kwargs, plan, program_of)
+        finally:
+            gc.enable() if collects else None
         self._check_agreement(plan)
         give_back_free_memory()
         return result
