@@ -84,7 +84,20 @@ def test_shapes_stay_static_in_a_graph():
     shapes.get_concrete_function(*[tf.TensorSpec(layout.shape) for layout in layouts])
 
 
+def test_a_vector_costs_no_reshape():
+    """Half the parameters of a transformer are vectors, and an operation takes as long to trace as any other."""
+    layout = Layout((6,), DeviceMesh(["CPU:0", "CPU:1"]), data=Shard())
+
+    @tf.function(autograph=False)
+    def there_and_back(vector):
+        (rows,) = packing.rows_of([vector], [layout])
+        return packing.data_shard(vector, layout, 1), packing.fulls_of([vector], [layout]), rows
+
+    operations = there_and_back.get_concrete_function(tf.TensorSpec([6])).graph.get_operations()
+    assert [one.type for one in operations].count("Reshape") == 1  # to rows
+
+
 def test_groups_must_match():
     fulls, layouts = group(len(GROUPS) - 2, 2)
     with pytest.raises(ValueError, match="zip"):
-        packing.rows_of(fulls[:-1], layouts)
+        packing.rows_of([tf.constant(full) for full in fulls[:-1]], layouts)

@@ -150,6 +150,8 @@ class GradientStubs(OfBranch):
         is_here = tf.is_symbolic_tensor(gradient) and gradient.graph is self._program.graph
         if not is_here or self._layouts.of(gradient) is None:
             return None
+        if gradient.name in self._images:
+            return self._images[gradient.name]
         with self._program.outermost(), tape.stop_recording():
             return self._layouts.image(gradient, self._images)
 

@@ -27,12 +27,16 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
+def _flat(tensor: tf.Tensor, constant: Constant) -> tf.Tensor:
+    return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, constant([-1]))
+
+
 def rows_of(fulls: Sequence[tf.Tensor], layouts: Sequence[Layout], constant: Constant = _as_it_is) -> list[tf.Tensor]:
     """Returns of each full local tensor (N, L_v), row i being what the i-th of a sharding group stores; `fulls_of` inverts it."""
     rows = []
     for full, layout in zip(fulls, layouts, strict=True):
         if layout.padding:
-            full = tf.pad(tf.reshape(full, constant([-1])), constant([[0, layout.padding]]))
+            full = tf.pad(_flat(full, constant), constant([[0, layout.padding]]))
         rows.append(tf.reshape(full, constant([layout.num_shards, layout.shard_elements])))
     return rows
 
@@ -42,14 +46,14 @@ def fulls_of(rows: Sequence[tf.Tensor], layouts: Sequence[Layout], constant: Con
     fulls = []
     for row, layout in zip(rows, layouts, strict=True):
         if layout.padding:
-            row = tf.slice(tf.reshape(row, constant([-1])), constant([0]), constant([layout.local_elements]))
-        fulls.append(tf.reshape(row, constant(list(layout.local_shape))))
+            row = tf.slice(_flat(row, constant), constant([0]), constant([layout.local_elements]))
+        fulls.append(row if row.shape == layout.local_shape else tf.reshape(row, constant(list(layout.local_shape))))
     return fulls
 
 
 def side_by_side(tensors: Sequence[tf.Tensor], constant: Constant = _as_it_is) -> tf.Tensor:
     """Returns the elements of `tensors`, which are of one dtype, in one vector; `apart` inverts it."""
-    flat = [x if x.shape.rank == 1 else tf.reshape(x, constant([-1])) for x in tensors]
+    flat = [_flat(x, constant) for x in tensors]
     return flat[0] if len(flat) == 1 else tf.concat(flat, constant(0))
 
 
@@ -90,6 +94,6 @@ def data_shard(full: tf.Tensor, layout: Layout, data_rank: int, constant: Consta
     """Returns data rank `data_rank`'s flat shard of a full local tensor, padded with zeros: (...) to (L,)."""
     start = min(data_rank % layout.num_shards * layout.shard_elements, layout.local_elements)
     size = min(layout.shard_elements, layout.local_elements - start)
-    part = tf.slice(tf.reshape(full, constant([-1])), constant([start]), constant([size]))
+    part = tf.slice(_flat(full, constant), constant([start]), constant([size]))
     missing = layout.shard_elements - size
     return tf.pad(part, constant([[0, missing]])) if missing else part
