@@ -32,7 +32,8 @@ _LIBRARIES = ("tensorflow", "tfdist")
 
 def call(function: Any, arguments: Any, keywords: Any, original: Callable[[], Any]) -> Any:
     """Returns what `function`, of `tf.function`, returns when it is called here; `original()` calls it."""
-    if rank_program() is None or is_compiled(function) or _is_of_library(function.python_function):
+    module = getattr(function.python_function, "__module__", None) or ""
+    if rank_program() is None or is_compiled(function) or module.partition(".")[0] in _LIBRARIES:
         return original()
     inner, options = function.python_function, function._experimental_autograph_options
     if function._autograph:
@@ -68,10 +69,6 @@ def check_not_compiled(what: str, *, is_compiled: bool = False) -> None:
             fix="Leave out `jit_compile=True`, there and in `compile`. Inside the function given to `strategy.run` what does not "
             "send or take gradients may be compiled.",
         )
-
-
-def _is_of_library(function: Callable[..., Any]) -> bool:
-    return (getattr(function, "__module__", None) or "").partition(".")[0] in _LIBRARIES
 
 
 def _as_tensor(returned: Any) -> Any:

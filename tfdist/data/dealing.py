@@ -36,7 +36,8 @@ def may_differ(dataset: Any) -> bool:
         if _batches(node):
             continue
         inputs = list(node._inputs())
-        if _is_generator(node) or type(node).__name__.endswith("ZipDataset") and any(map(_has_batches, inputs)):
+        zipped = [one for x in inputs for one in transformations(x)] if type(node).__name__.endswith("ZipDataset") else []
+        if _is_generator(node) or any(_batches(one) or _is_generator(one) for one in zipped):
             return True
         waiting += inputs
     return False
@@ -50,10 +51,6 @@ def _is_generator(node: Any) -> bool:
     """Whether `node` is what `Dataset.from_generator` makes."""
     inputs = list(node._inputs())
     return type(node).__name__.endswith("FlatMapDataset") and type(inputs[0]).__name__.endswith("TensorDataset")
-
-
-def _has_batches(dataset: Any) -> bool:
-    return any(_batches(node) or _is_generator(node) for node in transformations(dataset))
 
 
 class Dealing:

@@ -34,8 +34,7 @@ ROWS_PER_RANK = 4
 _FIRST_WITH_TENSOR_FLOAT_32 = (8, 0)
 
 
-def _over_tensor_ranks(model: keras.Model) -> keras.Model:
-    return parallelize(model, {"up": "column", "down": "row"}, print_fn=None)
+_OVER_TENSOR_RANKS = functools.partial(parallelize, plan={"up": "column", "down": "row"}, print_fn=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Technique:
 
 TECHNIQUES = {
     **{f"zero_stage_{stage}": Technique({"zero_stage": stage}) for stage in range(4)},
-    "tensor_parallel_2": Technique({"tensor_parallel_size": 2}, prepare=_over_tensor_ranks, divisor=2),
+    "tensor_parallel_2": Technique({"tensor_parallel_size": 2}, prepare=_OVER_TENSOR_RANKS, divisor=2),
     "pipeline_2": Technique(
         {"pipeline_parallel_size": 2}, prepare=functools.partial(PipelineModel, num_microbatches=2), divisor=2
     ),

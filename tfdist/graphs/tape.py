@@ -248,7 +248,7 @@ def reconnected(graph: tf.Graph) -> list[tf.Operation]:
 
 def operations_so_far() -> int:
     """Returns how many operations the graph that is being built has; 0 where there is none."""
-    return 0 if tf.executing_eagerly() else len(tf.compat.v1.get_default_graph().get_operations())
+    return 0 if tf.executing_eagerly() else tf.compat.v1.get_default_graph().version
 
 
 def operations_since(count: int) -> list[tf.Operation]:

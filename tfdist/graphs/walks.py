@@ -26,13 +26,13 @@ def inputs_first(
         known: the keys of tensors that are not yielded; the caller adds that of each which is.
         key: of a tensor; its name tells those of one graph apart.
     """
-    waiting, begun = [tensor], set()
+    waiting, begun = [(key(tensor), tensor)], set()
     while waiting:
-        current = waiting[-1]
-        place = key(current)
+        place, current = waiting[-1]
         if place not in known and place not in begun:
             begun.add(place)
-            waiting.extend(x for x in inputs_of(current) if key(x) not in known and key(x) not in begun)
+            named = [(key(x), x) for x in inputs_of(current)]
+            waiting.extend(one for one in named if one[0] not in known and one[0] not in begun)
             continue
         waiting.pop()
         if place not in known:

@@ -26,13 +26,14 @@ class Call(abc.ABC):
         dtypes: their dtypes.
         results: the static shapes of its outputs.
         read: its inputs.
+        number: how many outputs it has.
     """
 
     def __init__(
         self, type: str, name: str, inputs: Sequence[Placement], read: Sequence[tf.Tensor], returned: Sequence[tf.Tensor]
     ):
         self.type, self.name, self.inputs = type, name, tuple(inputs)
-        self.read, self._returned = read, returned
+        self.read, self._returned, self.number = read, returned, len(returned)
 
     @functools.cached_property
     def shapes(self) -> Sequence[tf.TensorShape]:

@@ -41,8 +41,9 @@ class GraphFacts(abc.ABC):
         """Returns the placement of `tensor`, of this graph."""
         if tensor.name in self._known:
             return self._known[tensor.name]
-        for current in inputs_first(tensor, self._inputs, self._known):
-            if (source := self._source(current)) is not None:
+        sources: dict[str, Placement | tf.Tensor | None] = {}
+        for current in inputs_first(tensor, functools.partial(self._inputs, sources=sources), self._known):
+            if (source := sources[current.name]) is not None:
                 self._known[current.name] = self._known[source.name] if isinstance(source, tf.Tensor) else source
                 continue
             for output, placement in zip(current.op.outputs, self._look(current.op), strict=True):
@@ -77,9 +78,11 @@ class GraphFacts(abc.ABC):
             return tensor.op.inputs[tensor.value_index]
         return found
 
-    def _inputs(self, tensor: tf.Tensor) -> Sequence[tf.Tensor]:
-        """Returns what the placement of `tensor` is computed of."""
+    def _inputs(self, tensor: tf.Tensor, sources: dict[str, Placement | tf.Tensor | None] | None = None) -> Sequence[tf.Tensor]:
+        """Returns what the placement of `tensor` is computed of; adds its source to `sources`."""
         source = self._source(tensor)
+        if sources is not None:
+            sources[tensor.name] = source
         return tensor.op.inputs if source is None else [source] if isinstance(source, tf.Tensor) else []
 
     def _read_by(self, op: tf.Operation) -> tuple[Placement, ...]:
@@ -109,7 +112,7 @@ class GraphFacts(abc.ABC):
 
     def _by_rule(self, op: tf.Operation) -> list[Placement]:
         inputs = self._read_by(op)
-        if op.type in LEAVES:
+        if op.type in LEAVES or op.type == "Const":
             return [x if isinstance(x, Shard) else Replicate() for x in inputs] or [Replicate()] * len(op.outputs)
         if op.type in tape.BRANCHES:
             return _joined_branches(self, op, inputs)

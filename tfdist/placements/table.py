@@ -316,27 +316,26 @@ def moved_inputs(kind: str, number: int) -> range:
 
 def placements_of(call: Call) -> list[Placement]:
     """Returns the placement of each output of `call`, whose inputs may be `Unknown` here."""
-    row, found = row_of(call.type), list(call.inputs)
-    number = len(call.results)
+    row, number = row_of(call.type), call.number
     if call.type == "Equal" and call.read[0] is call.read[1] and call.dtypes[0].is_bool and call.shapes[0].rank == 0:
         return [Replicate()]  # what `tf.recompute_grad` adds to rows, for an order of operations
-    looked_at = [place for place in range(len(found)) if place not in row.ignores]
+    looked_at = [place for place in range(len(call.inputs)) if place not in row.ignores]
     for place in looked_at:
-        if isinstance(found[place], Unknown):
+        if isinstance(call.inputs[place], Unknown):
             if row.rule not in _OF_SHAPES or call.shapes[place].rank != 0:
-                return [found[place]] * number
-            found[place] = Replicate()
+                return [call.inputs[place]] * number
+            call = call.given([Replicate() if other == place else x for other, x in enumerate(call.inputs)])
     is_random = row.kind in (Kind.RANDOM, Kind.SAMPLER)
-    seen = [found[place] for place in looked_at]
+    seen = [call.inputs[place] for place in looked_at]
     if all(isinstance(x, Replicate) for x in seen) and not is_random and (row is not _NOTHING or call.is_pure):
         return [Replicate(any(x.is_drawn for x in seen if isinstance(x, Replicate)))] * number
     if row is _NOTHING:
         return [call.unknown(Why.NO_RULE)] * number
     if Partial(How.ALIKE) in seen:  # what a rank without rows has counts nowhere
-        results = placements_of(call.given([Replicate() if x == Partial(How.ALIKE) else x for x in found]))
+        results = placements_of(call.given([Replicate() if x == Partial(How.ALIKE) else x for x in call.inputs]))
         return [Partial(How.ALIKE) if isinstance(x, Replicate) else x for x in results]
     try:
-        result = row.rule(call.given(found))
+        result = row.rule(call)
     except NotKnown as error:
         result = call.unknown(error.why)
     return result if isinstance(result, list) else [result] * number

@@ -42,12 +42,12 @@ def along_last(call: Call) -> Placement:
 def normalized(call: Call) -> list[Placement]:
     """Of FusedBatchNormV3. A layer's own normalization is by the rows of a device, as Keras has it."""
     found = batch(call)
-    return [found, *[call.unknown(Why.FUNCTION) if call.attribute("is_training") else Replicate()] * (len(call.results) - 1)]
+    return [found, *[call.unknown(Why.FUNCTION) if call.attribute("is_training") else Replicate()] * (call.number - 1)]
 
 
 def normalized_gradient(call: Call) -> list[Placement]:
     found = merged(call, [0, 1], 0) if _are_rows(call, 0, 1) and call.are_same(2) else met(call)
-    return [found, Partial(How.SUM), Partial(How.SUM), *[Replicate()] * (len(call.results) - 3)]
+    return [found, Partial(How.SUM), Partial(How.SUM), *[Replicate()] * (call.number - 3)]
 
 
 def to_blocks(call: Call) -> Placement:

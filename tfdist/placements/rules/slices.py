@@ -139,7 +139,7 @@ def plain_slice(call: Call) -> Placement:
 def split(call: Call) -> Placement | list[Placement]:
     """Of Split, whose first input is the axis, and SplitV, whose last one is."""
     is_halved = call.type == "Split"
-    place, number = 1 if is_halved else 0, len(call.results)
+    place, number = 1 if is_halved else 0, call.number
     given, sizes = call.inputs[place], Replicate() if is_halved else call.inputs[1]
     if isinstance(given, Partial) and isinstance(sizes, Replicate):
         return Partial(given.how)
