@@ -145,18 +145,19 @@ def default_cases():
 
 
 def exhaustive_cases():
-    """All functions in each way at two stages of four, forms in turns; in steps, and as changes of gradients and in layers, at
-    stages 0 and 3 in all forms."""
-    forms = itertools.cycle(FORMS)
+    """All functions in each way, stages and forms in turns; in steps, and as changes of gradients and in layers, in all forms, at
+    stage 0 or 3."""
+    forms, stages, ends = itertools.cycle(FORMS), itertools.cycle(range(4)), itertools.cycle((0, 3))
     for way, (_, kinds) in WAYS.items():
         if way in PIPELINES:
             continue
-        for stage, kind in itertools.product(range(4), kinds):
-            every = way in ("step", "gradient", "layer") and stage in (0, 3)
+        for kind in kinds:
+            every = way in ("step", "gradient", "layer")
             for form in FORMS if every else (next(forms),):
-                for place, taken in enumerate(parts(members(kind, way, form))):
-                    if every or (place + stage) % 2:
-                        yield Case(taken, way, form), stage, 4 if form == "empty" and stage % 2 else 2
+                for taken in parts(members(kind, way, form)):
+                    stage = next(ends if every else stages)
+                    yield Case(taken, way, form), stage, 4 if form == "empty" and stage % 2 else 2
+            next(ends)  # so that a form's parts change stages from kind to kind, and forms stand at other stages
 
 
 def named(case):
