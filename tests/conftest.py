@@ -1,6 +1,8 @@
 """Four devices for every test, made before TensorFlow is initialised."""
 
 import os
+import re
+import zlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -21,6 +23,24 @@ keras_hooks.install()  # many tests are of what Keras does then without a strate
 # The same examples on every run, and no failure because the machine is busy.
 hypothesis.settings.register_profile("tfdist", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("tfdist")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--round", metavar="K/N", default="1/1", help="of the exhaustive cases, the K-th of N parts of about one size"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out the exhaustive cases of other rounds: together they take longer than anyone waits."""
+    given = re.fullmatch(r"(\d+)/(\d+)", config.getoption("--round"))
+    number, rounds = map(int, given.groups()) if given else (0, 0)
+    if not 1 <= number <= rounds:
+        raise pytest.UsageError(f"--round {config.getoption('--round')}: K/N, with K from 1 to N, is expected: --round 2/6.")
+    others = [x for x in items if x.get_closest_marker("exhaustive") and zlib.crc32(x.nodeid.encode()) % rounds != number - 1]
+    config.hook.pytest_deselected(items=others)
+    left_out = {id(x) for x in others}
+    items[:] = [x for x in items if id(x) not in left_out]
 
 
 @pytest.fixture
