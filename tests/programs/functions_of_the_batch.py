@@ -802,6 +802,12 @@ def keras_sum_of_pairs(p):
 
 
 @of("meeting")
+def pairs_of_complex_rows(y, p):
+    rows = tf.complex(p, y)
+    return 0.1 * tf.reduce_mean(tf.square(tf.abs(rows @ tf.linalg.adjoint(rows))))
+
+
+@of("meeting")
 def logsumexp_of_pairs(y, p):
     """TensorFlow's looks at the shape of the number that it has."""
     return tf.reduce_logsumexp(p @ tf.transpose(y))

@@ -134,6 +134,8 @@ def default_cases():
     counted_once = ("rmse", "dice_of_classes", "where_of_the_mean", "mean_and_root", "mean_of_selected_rows", "centred_rows")
     yield Case((*counted_once, "cosine_of_the_batch", "neighbours"), "loop", "uneven"), 3, 2
     yield Case(("rmse", "tversky", "cond_of_the_mean", "weighted_by_exponentials"), "eager", "coincide"), 0, 2
+    yield Case(("spectrum_of_the_mean",), "eager", "uneven"), 1, 2
+    yield Case(("pairs_of_complex_rows", "spectrum_of_the_mean"), "step", "empty"), 3, 2
     yield Case(("rmse", "dice", "max_of_the_rows", "standardised_rows", "in_batch_negatives"), "pipeline", "uneven"), 3, 4
     yield Case(("mean", "covariance", "cond_of_the_mean", "logsumexp_of_tasks", "sorted_rows"), "pipeline", "even"), 1, 2
     yield Case(("masked_mean", "correlation", "where_of_the_mean"), "pipeline_metric", "uneven"), 0, 4

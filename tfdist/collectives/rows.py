@@ -13,7 +13,7 @@ _WIDENED = {**WIDENED, tf.uint32: tf.int64}
 
 def can_be_gathered(tensor: tf.Tensor) -> bool:
     """Whether `gather_rows` takes a dense `tensor` of this dtype."""
-    return tensor.dtype in DTYPES or tensor.dtype in _WIDENED
+    return tensor.dtype.is_complex or tensor.dtype in DTYPES or tensor.dtype in _WIDENED
 
 
 def gather_rows(tensor: tf.Tensor, label: str) -> tf.Tensor:
@@ -21,6 +21,9 @@ def gather_rows(tensor: tf.Tensor, label: str) -> tf.Tensor:
 
     Other axes may have lengths that only run time knows: they are the same on all ranks, which have rows of one batch.
     """
+    if tensor.dtype.is_complex:
+        parts = gather_rows(tf.stack([tf.math.real(tensor), tf.math.imag(tensor)], -1), label)
+        return tf.complex(*tf.unstack(parts, axis=-1))
     carried = tf.cast(tensor, _WIDENED.get(tensor.dtype, tensor.dtype))
     if carried.shape[1:].is_fully_defined():
         whole = all_gather(carried, "data", uneven=True, label=label)

@@ -31,8 +31,7 @@ def inputs_first(
         place, current = waiting[-1]
         if place not in known and place not in begun:
             begun.add(place)
-            named = [(key(x), x) for x in inputs_of(current)]
-            waiting.extend(one for one in named if one[0] not in known and one[0] not in begun)
+            waiting.extend((at, x) for x in inputs_of(current) if (at := key(x)) not in known and at not in begun)
             continue
         waiting.pop()
         if place not in known:

@@ -23,6 +23,7 @@ from tfdist.collectives import RankProgram
 from tfdist.collectives.results import Results
 from tfdist.graphs import eager_operations, tape
 from tfdist.graphs.frames import is_asked_by_keras, line_that_runs, reader_of_numbers
+from tfdist.graphs.records import bears_gradients
 from tfdist.placements.eager_call import EagerCall
 from tfdist.placements.facts import given_placements
 from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Unknown, Why
@@ -250,9 +251,8 @@ class EagerFacts:
             for x, total in zip(missing, totals, strict=True):
                 self._set(total, _Known(self._run, Replicate(), is_agreed=True, is_gradient=self._of(x).is_gradient))
                 setattr(x, _AGREED, total)
-            floating = [place for place, x in enumerate(missing) if x.dtype.is_floating]
-            given, found = [missing[place] for place in floating], [totals[place] for place in floating]
-            how_of = [hows[place] for place in floating]
+            bearing = [place for place, x in enumerate(missing) if bears_gradients(x)]
+            given, found, how_of = ([of[place] for place in bearing] for of in (missing, totals, hows))
             tape.record_gradient("Agree", found, given, lambda *upstream: self._back(given, found, how_of, upstream))
         return [getattr(x, _AGREED) for x in tensors]
 
@@ -260,7 +260,7 @@ class EagerFacts:
         """Whether ranks have agreed on `x`, and the tapes that record now know of it."""
         total = getattr(x, _AGREED, None)
         is_of_run = total is not None and self._of(total) is not self._constant
-        return is_of_run and (not x.dtype.is_floating or tape.tapes_watching([total]) >= tape.tapes_watching([x]))
+        return is_of_run and (not bears_gradients(x) or tape.tapes_watching([total]) >= tape.tapes_watching([x]))
 
     def _back(
         self, given: Sequence[tf.Tensor], found: Sequence[tf.Tensor], hows: Sequence[How], upstream: Sequence[Any]

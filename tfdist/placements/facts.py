@@ -93,7 +93,7 @@ class Facts(GraphFacts, OfBranch):
         return bool(self._agreed or assumed) and any(self._agreed.get(x.name) or x.op.name in assumed for x in before(tensor))
 
     def _agreed_inputs(self, tensor: tf.Tensor) -> list[tf.Tensor]:
-        return [x for x in self._inputs(tensor) if x.dtype != tf.resource and isinstance(self.of(x), Replicate)]
+        return [x for x in self._inputs(tensor, {}) if x.dtype != tf.resource and isinstance(self.of(x), Replicate)]
 
     @contextlib.contextmanager
     def assuming(self) -> Iterator[Callable[[tf.Operation, int, Placement], None]]:
@@ -146,7 +146,7 @@ class Facts(GraphFacts, OfBranch):
         """Returns the operations that make `tensor` unknown, of inputs that are known, or capture what is not."""
 
         def unknown(x: tf.Tensor) -> list[tf.Tensor]:
-            return [y for y in self._inputs(x) if isinstance(self.of(y), Unknown)]
+            return [y for y in self._inputs(x, {}) if isinstance(self.of(y), Unknown)]
 
         made = (x for x in reached([tensor], unknown) if self._source(x) is None or self.outside_of(x) is not None)
         # Beside inputs that its rule ignores, too.

@@ -78,11 +78,10 @@ class GraphFacts(abc.ABC):
             return tensor.op.inputs[tensor.value_index]
         return found
 
-    def _inputs(self, tensor: tf.Tensor, sources: dict[str, Placement | tf.Tensor | None] | None = None) -> Sequence[tf.Tensor]:
+    def _inputs(self, tensor: tf.Tensor, sources: dict[str, Placement | tf.Tensor | None]) -> Sequence[tf.Tensor]:
         """Returns what the placement of `tensor` is computed of; adds its source to `sources`."""
         source = self._source(tensor)
-        if sources is not None:
-            sources[tensor.name] = source
+        sources[tensor.name] = source
         return tensor.op.inputs if source is None else [source] if isinstance(source, tf.Tensor) else []
 
     def _read_by(self, op: tf.Operation) -> tuple[Placement, ...]:

@@ -121,11 +121,11 @@ class Redistribution(OfBranch):
             return keras.ops.swapaxes(x, 0, axis) if axis else x
 
         def gathered(x: tf.Tensor) -> tf.Tensor:
-            if x.dtype.is_floating:
+            if records.bears_gradients(x):
                 x = with_adjoint(tf.identity, self._without_factor, x)
             parts = tf.split(x, self._sizes_of(placement.rows), axis) if placement.is_joined else [x]
             whole = tf.concat([swapped(gather_rows(swapped(part), label)) for part in parts], axis)
-            return with_adjoint(tf.identity, self._with_factor, whole) if x.dtype.is_floating else tf.identity(whole)
+            return with_adjoint(tf.identity, self._with_factor, whole) if records.bears_gradients(x) else tf.identity(whole)
 
         found = self.make(gathered, tensor)
         found.set_shape([None if place == axis else size for place, size in enumerate(tensor.shape)])
