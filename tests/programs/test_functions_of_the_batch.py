@@ -46,7 +46,7 @@ NO_SHARES = {"loop": (*UNDIVIDED, "keras_losses_in_branches"), "loop_divided": (
 
 # As many columns as a rank has rows, or parts of the kernel: a constant of that size may be one of rows. Nothing is made again
 # of it, which is told.
-COINCIDING = {("smoothed_along_rows", "seven")}
+COINCIDING = {("smoothed_along_rows", "seven"), ("smoothed_along_rows", "coincide")}
 COINCIDING_IN_LOOPS = {  # where sizes are known to the trace
     ("smoothed_along_rows", "uneven"),
     ("smoothed_along_rows", "coincide_dynamic"),
