@@ -85,7 +85,7 @@ def test_shapes_stay_static_in_a_graph():
 
 
 def test_a_vector_costs_no_reshape():
-    """Half the parameters of a transformer are vectors, and an operation takes as long to trace as any other."""
+    """A transformer has many, and each operation takes time to trace."""
     layout = Layout((6,), DeviceMesh(["CPU:0", "CPU:1"]), data=Shard())
 
     @tf.function(autograph=False)
