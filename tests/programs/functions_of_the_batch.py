@@ -752,6 +752,29 @@ def rows_times_the_norm_of_the_gradient(x, y, p, layer):
 
 
 @of("numbers")
+def largest_row_times_the_norm_of_the_gradient(x, y, p, layer):
+    with tf.GradientTape() as tape:
+        found = tf.sqrt(mse(y, layer(x)))
+    return tf.reduce_max(p[:, 0] * tf.norm(tape.gradient(found, layer.kernel)))
+
+
+@of("numbers")
+def rows_by_the_gradient(x, y, p, layer):
+    """Linear in the gradient, each rank's of its own rows: the sum is wanted."""
+    with tf.GradientTape() as tape:
+        found = mse(y, layer(x))
+    return tf.reduce_mean(x @ tape.gradient(found, layer.kernel))
+
+
+@of("numbers")
+def root_of_rows_scaled_by_the_gradient(x, y, p, layer):
+    with tf.GradientTape() as tape:
+        found = mse(y, layer(x))
+    scale = tf.reduce_sum(tf.square(tape.gradient(found, layer.kernel)))
+    return tf.sqrt(tf.reduce_mean(tf.square(p * scale)) + SMALL)
+
+
+@of("numbers")
 def largest_and_the_norm_of_its_gradient(x, y, p, layer):
     """What comes back to the gradient is of the rank that has the largest."""
     with tf.GradientTape() as tape:

@@ -35,6 +35,7 @@ DEFAULT_STAGES = (3, 0, 3, 0, 3, 1, 0, 3, 2)
 UNDIVIDED_WITHIN = (
     *("norm_of_the_gradient", "norm_of_the_gradient_of_a_root", "norm_of_the_gradient_of_pairs"),
     *("rows_times_the_norm_of_the_gradient", "largest_and_the_norm_of_its_gradient"),
+    *("largest_row_times_the_norm_of_the_gradient", "rows_by_the_gradient", "root_of_rows_scaled_by_the_gradient"),
 )
 UNDIVIDED = (
     *(f.name for f in FUNCTIONS.values() if f.group == "means"),
@@ -115,6 +116,10 @@ def default_cases():
     yield Case(("penalty_times_the_mean", *seconds), "fit", "empty"), 3, 2
     yield Case(seconds, "metric", "uneven"), 3, 2
     yield Case(seconds, "assigned", "coincide"), 3, 2
+    # Gradients that go back to rows: at stages 0 to 2 the ranks agree on the sum, at stage 3 it is gathered.
+    scaled = ("rows_times_the_norm_of_the_gradient", "largest_row_times_the_norm_of_the_gradient")
+    scaled = (*scaled, "rows_by_the_gradient", "root_of_rows_scaled_by_the_gradient")
+    yield from ((Case(scaled, way, "uneven"), stage, 2) for way, stage in (("assigned", 0), ("assigned", 3), ("step", 3)))
     yield Case(("predictions_and_targets", "pairs_by_keras", "hardest_of_a_class", "scan_of_tasks"), "step", "coincide"), 3, 2
     yield Case(("masked_mean", "flooding", "softmax_weights"), "accumulated", "uneven"), 3, 2
     yield Case(("rmse", "where_of_the_mean", "centred_rows"), "scaled", "uneven"), 0, 2

@@ -28,7 +28,7 @@ from tfdist import errors
 from tfdist.collectives import RankProgram, group_ops, rank_program
 from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.placements.facts import Facts
-from tfdist.placements.kinds import Partial, Placement, Replicate, Unknown
+from tfdist.placements.kinds import Placement, Replicate, Unknown
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.repair import Repair
 from tfdist.sharding import ReplicatedMirroredVariable, UnshardSchedule, gradient_graph, keras_scope
@@ -74,6 +74,7 @@ class Statistics:
             return value
         if not program.exists_here(value):  # in a branch
             value = program.graph.capture(value)
+        program.attachment(Repair).look()  # what gradients go back to reads sums of them first
         if _is_of_gradients(value, program) and not self._is_of_rows_and_sums(value):
             self._agreed.add(key)  # the sum of the ranks', or this rank's part of it
             return value
@@ -100,7 +101,7 @@ class Statistics:
         gradients.settle()
         if self._program.attachment(GradientStubs).needs_sums(value):
             self._program.attachment(UnshardSchedule).is_of_sums(value)
-        return gradients.is_of_sums(value) and isinstance(self._program.attachment(Facts).of(value), Partial)
+        return gradients.is_of_sums(value) and not isinstance(self._program.attachment(Facts).of(value), Replicate)
 
     def _average(self, outputs: Any) -> None:
         variables = [variable for key, variable in self._assigned.items() if key not in self._agreed]

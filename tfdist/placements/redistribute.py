@@ -146,7 +146,7 @@ class Redistribution(OfBranch):
             return rows_of_the_batch[first : first + number]
 
         found = self.make(own, whole, *self._rows.place(label))
-        found.set_shape(like.shape)
+        found.set_shape([None, *like.shape[1:]])  # code may have made it of as many rows as the batch has, by a constant
         self._facts.declare(found, Shard())
         return found
 

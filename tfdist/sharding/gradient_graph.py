@@ -37,10 +37,13 @@ class Derived:
     Args:
         leaf: returns in which of them a tensor is known to be linear, itself or others, a set; None: it is none of them.
         is_of_tapes: whether what a tape has computed of them is looked at, too.
+        is_other: whether what they meet differs from rank to rank, so that ranks' results do not add up: rows of its own.
     """
 
-    def __init__(self, leaf: Callable[[tf.Tensor], Any], *, is_of_tapes: bool = False):
-        self._leaf = leaf
+    def __init__(
+        self, leaf: Callable[[tf.Tensor], Any], *, is_of_tapes: bool = False, is_other: Callable[..., bool] = lambda x: False
+    ):
+        self._leaf, self._is_other = leaf, is_other
         self._is_of_tapes = is_of_tapes
         self._found: dict[tuple[int, str], Any] = {}
         self._num_reconnected: dict[int, int] = {}  # operations that read something else since, by id of their graph
@@ -86,6 +89,7 @@ class Derived:
         """Returns what follows for the results of `operation` from what was `found` of its inputs; None: nothing."""
         linear = table.row_of(operation.type).linear
         holds = linear is not None and linear.holds([x is not None for x in found])
+        holds = holds and not any(x is None and self._is_other(y) for x, y in zip(found, operation.inputs, strict=True))
         return frozenset().union(*(x or () for x in found)) if holds else None
 
     def _is_of_kind(self, tensor: tf.Tensor) -> bool:

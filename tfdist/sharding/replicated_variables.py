@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.checkpoint import tensor_callable
 from tensorflow.python.distribute import distribute_lib, values, values_util
@@ -18,11 +19,36 @@ from tensorflow.python.trackable import base as trackable
 
 from tfdist.collectives import Where, cross_replica_of, where
 from tfdist.mesh import DeviceMesh
-from tfdist.sharding.as_number import AsNumber
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.placements import Partial, Placement, Replicate
 
 _Variable: Any = object  # what it is mixed into
+
+
+class AsNumber:
+    """Mixed into a distributed variable: `int(v)`, `float(v)`, `np.array(v)`, `if v:` do what they do with one device's variable.
+
+    TensorFlow's distributed variables have none of these. What is read is `numpy()`: the value of all ranks together outside
+    replicas, and in a rank that runs eagerly what the rank reads.
+    """
+
+    numpy: Callable[[], Any]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = np.asarray(self.numpy(), dtype)  # a scalar's `numpy()` is a number
+        return array.copy() if copy else array
+
+    def __int__(self) -> int:
+        return int(self.numpy())
+
+    def __float__(self) -> float:
+        return float(self.numpy())
+
+    def __complex__(self) -> complex:
+        return complex(self.numpy())
+
+    def __bool__(self) -> bool:
+        return bool(self.numpy())
 
 
 class _WithLayout(AsNumber, _Variable):

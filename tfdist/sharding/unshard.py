@@ -26,6 +26,7 @@ from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import have_met
 from tfdist.placements.kinds import Replicate
 from tfdist.placements.redistribute import Redistribution
+from tfdist.placements.repair import Repair
 from tfdist.sharding import host_lead
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.config import config_of
@@ -257,7 +258,8 @@ class UnshardSchedule(OfBranch):
         """
         if self._emitting:
             return
-        self._program.attachment(GradientNumbers).settle()  # what it sends wants what is emitted here to stand before it
+        self._program.attachment(Repair).look()  # what they send wants what is emitted here to stand before it
+        self._program.attachment(GradientNumbers).settle()
         if self._units or self._stubs.waiting:
             self._reduce_and_regather(gradients)
         with self._own_emission():

@@ -17,10 +17,10 @@ from tfdist import errors
 from tfdist.collectives import RankProgram, Where, current_program, nested_functions, rank_program, where
 from tfdist.graphs import tape
 from tfdist.sharding import kept_weights, keras_scope, packing
-from tfdist.sharding.as_number import AsNumber
 from tfdist.sharding.assembly import assemble, is_elsewhere
 from tfdist.sharding.held_parameters import HeldParameters
 from tfdist.sharding.layout import Layout
+from tfdist.sharding.replicated_variables import AsNumber
 from tfdist.sharding.slot_reads import SlotReads
 from tfdist.sharding.unshard import UnshardSchedule
 

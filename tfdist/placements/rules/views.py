@@ -64,9 +64,8 @@ def _reshaped_axis(call: Call, given: Shard, before: int) -> int | None:
     """Returns the axis whose size is the one that varies with the rows; None: it is not known."""
     sizes, shape, result = call.elements(1), call.shapes[0], call.results[0]
     old = [] if shape.rank is None else shape.as_list()
-    others = old[: given.axis] + old[given.axis + 1 :]
-    if sizes is not None and old and old[given.axis] is None and -1 not in sizes and result.is_fully_defined() and all(others):
-        old[given.axis] = result.num_elements() // math.prod(others)  # the rank's own number, hidden where ranks' differ
+    if old and old[given.axis] is None and sizes is not None and -1 not in sizes:
+        old[given.axis] = call.read[0].shape[given.axis]  # the rank's own number, hidden where ranks' differ
     if not old or old[given.axis] is None:
         if sizes is not None and -1 in sizes:
             return sizes.index(-1)
