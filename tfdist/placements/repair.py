@@ -208,7 +208,7 @@ class Repair(OfBranch):
 
     def look(self) -> None:
         """Mends what goes back to rows, or lets rows meet, in what has been traced since it was called before."""
-        if self._is_working or self._rows.are_of_slices or self._program.is_eager or self._program.mesh.size("data") == 1:
+        if self._is_working or self._rows.are_of_slices or self._program.mesh.size("data") == 1:
             return
         operations = self._program.graph.get_operations()
         start = self._looked_at

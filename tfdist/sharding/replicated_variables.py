@@ -28,8 +28,7 @@ _Variable: Any = object  # what it is mixed into
 class AsNumber:
     """Mixed into a distributed variable: `int(v)`, `float(v)`, `np.array(v)`, `if v:` do what they do with one device's variable.
 
-    TensorFlow's distributed variables have none of these. What is read is `numpy()`: the value of all ranks together outside
-    replicas, and in a rank that runs eagerly what the rank reads.
+    What is read is `numpy()`: outside replicas the value of all ranks together, in an eager rank what that reads.
     """
 
     numpy: Callable[[], Any]

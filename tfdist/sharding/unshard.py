@@ -258,7 +258,8 @@ class UnshardSchedule(OfBranch):
         """
         if self._emitting:
             return
-        self._program.attachment(Repair).look()  # what they send wants what is emitted here to stand before it
+        if not self._program.is_eager:  # what they send wants what is emitted here to stand before it
+            self._program.attachment(Repair).look()
         self._program.attachment(GradientNumbers).settle()
         if self._units or self._stubs.waiting:
             self._reduce_and_regather(gradients)
