@@ -23,7 +23,6 @@ from tfdist.placements.repair import Repair
 from tfdist.placements.surroundings import reads_variables
 from tfdist.placements.telling import as_whole, is_sum, known, warn_of_custom_gradient, without_extremes
 from tfdist.sharding.gradient_numbers import GradientNumbers
-from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.gradient_weight import GradientWeight
 
 
@@ -217,8 +216,6 @@ def _placement(step: RankRows, program: RankProgram, target: tf.Tensor) -> Place
     """Returns the placement of what is differentiated; of one example's that of a mean."""
     if tape.in_vectorized_map():
         return Partial(How.MEAN)
-    if not program.is_eager and program.here().attachment(GradientStubs).below(target):
-        return Partial(How.MEAN)  # a gradient that stands for a sum, which the way back through it divides by the weight
     return known(program, target, "loss", step.model, f"The loss of {type(step.model).__name__}")
 
 

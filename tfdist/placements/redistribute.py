@@ -169,6 +169,10 @@ class Redistribution(OfBranch):
         tape.reconnect(op, op.inputs[place], new)
         self._changes.append(op)  # again, where it was there: behind what makes `new`
 
+    def stands_for(self, new: tf.Tensor, old: tf.Tensor) -> None:
+        """Notes that `new` is read in the place of `old`, and that what comes back to it goes back to `old`."""
+        self._changes.append(_Agreement([old], [new], lambda upstream: [upstream]))
+
     def tell(self, gradient_tape: tf.GradientTape) -> None:
         """Tells a tape, which is about to be asked for a gradient, what has changed of what it has recorded."""
         told = self._told.get(id(gradient_tape), (gradient_tape, 0))[1]

@@ -68,6 +68,8 @@ def known(
         return here.attachment(Facts).of(tensor)
     else:
         here = here.that_made(tensor) or here  # of what a branch has captured, where it was made
+        for prepare in here.before_known:
+            prepare(tensor)
         with here.outermost():
             placement = here.attachment(Repair).known(tensor, label)
         taken = here.attachment(Facts).taken_for_rows

@@ -15,9 +15,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.collectives import RankProgram
 from tfdist.graphs import tape
 from tfdist.graphs.walks import inputs_first
 from tfdist.placements import graph_facts, table
+from tfdist.placements.facts import Facts
+from tfdist.placements.kinds import Shard
 
 
 def passed_on(tensor: tf.Tensor) -> tf.Tensor | None:
@@ -37,13 +40,11 @@ class Derived:
     Args:
         leaf: returns in which of them a tensor is known to be linear, itself or others, a set; None: it is none of them.
         is_of_tapes: whether what a tape has computed of them is looked at, too.
-        is_other: whether what they meet differs from rank to rank, so that ranks' results do not add up: rows of its own.
+        program: the rank's, whose rows are no factor: of what they meet ranks' results do not add up. None: all factors are.
     """
 
-    def __init__(
-        self, leaf: Callable[[tf.Tensor], Any], *, is_of_tapes: bool = False, is_other: Callable[..., bool] = lambda x: False
-    ):
-        self._leaf, self._is_other = leaf, is_other
+    def __init__(self, leaf: Callable[[tf.Tensor], Any], *, is_of_tapes: bool = False, program: RankProgram | None = None):
+        self._leaf, self._program = leaf, program
         self._is_of_tapes = is_of_tapes
         self._found: dict[tuple[int, str], Any] = {}
         self._num_reconnected: dict[int, int] = {}  # operations that read something else since, by id of their graph
@@ -89,8 +90,13 @@ class Derived:
         """Returns what follows for the results of `operation` from what was `found` of its inputs; None: nothing."""
         linear = table.row_of(operation.type).linear
         holds = linear is not None and linear.holds([x is not None for x in found])
-        holds = holds and not any(x is None and self._is_other(y) for x, y in zip(found, operation.inputs, strict=True))
+        holds = holds and not any(x is None and self._has_rows(y) for x, y in zip(found, operation.inputs, strict=True))
         return frozenset().union(*(x or () for x in found)) if holds else None
+
+    def _has_rows(self, tensor: tf.Tensor) -> bool:
+        program = self._program
+        is_here = program is not None and tensor.graph is program.graph
+        return is_here and isinstance(program.attachment(Facts).of(tensor), Shard)
 
     def _is_of_kind(self, tensor: tf.Tensor) -> bool:
         if tensor.dtype.is_integer or tensor.dtype.is_bool or table.row_of(tensor.op.type).linear is None:

@@ -27,7 +27,7 @@ from tfdist.compression.words import with_zeros
 from tfdist.graphs import tape
 from tfdist.placements import table
 from tfdist.placements.facts import Facts
-from tfdist.placements.kinds import Replicate, Shard
+from tfdist.placements.kinds import Replicate
 from tfdist.sharding import gradient_graph
 from tfdist.sharding.carried_gradients import CarriedGradients
 from tfdist.sharding.gradient_numbers import GradientNumbers
@@ -95,7 +95,7 @@ class GradientStubs(OfBranch):
         self._linear = gradient_graph.Derived(
             lambda x: frozenset([self._stubs[x.name]]) if x.name in self._stubs else None,
             is_of_tapes=True,
-            is_other=lambda x: x.graph is program.graph and isinstance(program.attachment(Facts).of(x), Shard),
+            program=program,
         )
         self._layouts = _OnShards(lambda x: self._stubs[x.name].variable.layout if x.name in self._stubs else None, program)
         self._get_sums: set[str] = set()  # the handles of parameters, and of slots that the user's code assigns to

@@ -30,6 +30,7 @@ from tfdist.graphs.walks import reached
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Partial, Placement
+from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.repair import Repair
 from tfdist.placements.totals import wide
 from tfdist.sharding import gradient_graph
@@ -53,7 +54,9 @@ class TapeGradients(OfBranch):
     def __init__(self, program: RankProgram):
         self._program = program
         self._summands: dict[str, _Summand] = {}
-        self._linear = gradient_graph.Derived(lambda x: frozenset([self._summands[x.name]]) if x.name in self._summands else None)
+        self._linear = gradient_graph.Derived(
+            lambda x: frozenset([self._summands[x.name]]) if x.name in self._summands else None, program=program
+        )
         self._images: dict[str, tf.Tensor] = {}  # by the name of what is linear in summands: the same of the sums
         self._wholes: set[str] = set()
         self._slots: set[str] = set()  # whole values of an optimizer's slots
@@ -245,6 +248,7 @@ class TapeGradients(OfBranch):
             images = [self._image(tensor) for _, tensor in reads]  # first: a product of which one factor is read is linear
             for (operation, tensor), image in zip(reads, images, strict=True):
                 tape.reconnect(operation, tensor, image)
+                self._program.attachment(Redistribution).stands_for(image, tensor)
 
     def _sum_missing(self, summands: Iterable[_Summand]) -> None:
         wanted = set(summands)
