@@ -761,16 +761,45 @@ def largest_row_times_the_norm_of_the_gradient(x, y, p, layer):
 @of("numbers")
 def rows_by_the_gradient(x, y, p, layer):
     """Linear in the gradient, each rank's of its own rows: the sum is wanted."""
+    return tf.reduce_mean(x @ _gradient(x, y, layer))
+
+
+def _gradient(x, y, layer):
     with tf.GradientTape() as tape:
         found = mse(y, layer(x))
-    return tf.reduce_mean(x @ tape.gradient(found, layer.kernel))
+    return tape.gradient(found, layer.kernel)
+
+
+@of("numbers")
+def mean_of_the_gradient(x, y, p, layer):
+    """Linear in the gradient, and in nothing else."""
+    return 2.0 * tf.reduce_mean(_gradient(x, y, layer))
+
+
+@of("numbers")
+def sum_and_the_mean_of_the_gradient(x, y, p, layer):
+    return tf.reduce_sum(tf.square(p - y)) + tf.reduce_mean(_gradient(x, y, layer))
+
+
+@of("numbers")
+def largest_row_and_the_mean_of_the_gradient(x, y, p, layer):
+    return tf.reduce_max(p) + 3.0 * tf.reduce_mean(_gradient(x, y, layer))
+
+
+@of("numbers")
+def largest_row_times_the_mean_of_the_gradient(x, y, p, layer):
+    """What backward compares with the largest is what forward has computed, to the last bit."""
+    return tf.reduce_max(p[:, 0] * tf.reduce_mean(_gradient(x, y, layer))) + 0.1 * mse(y, p)
+
+
+@of("numbers")
+def rows_by_the_gradient_over_rows(x, y, p, layer):
+    return tf.reduce_sum(x @ _gradient(x, y, layer)) / tf.reduce_sum(tf.abs(x))
 
 
 @of("numbers")
 def root_of_rows_scaled_by_the_gradient(x, y, p, layer):
-    with tf.GradientTape() as tape:
-        found = mse(y, layer(x))
-    scale = tf.reduce_sum(tf.square(tape.gradient(found, layer.kernel)))
+    scale = tf.reduce_sum(tf.square(_gradient(x, y, layer)))
     return tf.sqrt(tf.reduce_mean(tf.square(p * scale)) + SMALL)
 
 

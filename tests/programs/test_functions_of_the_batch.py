@@ -32,7 +32,12 @@ DEFAULT_FORMS = ("uneven", "coincide", "empty", "static", "coincide_dynamic", "u
 DEFAULT_STAGES = (3, 0, 3, 0, 3, 1, 0, 3, 2)
 # Losses of a loop that are no shares as they stand, as docs/training.md says: plain means, sums for which nothing is agreed on,
 # what stands beside penalties; and gradients of such losses.
+WITH_THE_MEAN_OF_A_GRADIENT = (
+    *("mean_of_the_gradient", "sum_and_the_mean_of_the_gradient", "largest_row_and_the_mean_of_the_gradient"),
+    *("largest_row_times_the_mean_of_the_gradient", "rows_by_the_gradient_over_rows"),
+)
 UNDIVIDED_WITHIN = (
+    *WITH_THE_MEAN_OF_A_GRADIENT,
     *("norm_of_the_gradient", "norm_of_the_gradient_of_a_root", "norm_of_the_gradient_of_pairs"),
     *("rows_times_the_norm_of_the_gradient", "largest_and_the_norm_of_its_gradient"),
     *("largest_row_times_the_norm_of_the_gradient", "rows_by_the_gradient", "root_of_rows_scaled_by_the_gradient"),
@@ -120,6 +125,9 @@ def default_cases():
     scaled = ("rows_times_the_norm_of_the_gradient", "largest_row_times_the_norm_of_the_gradient")
     scaled = (*scaled, "rows_by_the_gradient", "root_of_rows_scaled_by_the_gradient")
     yield from ((Case(scaled, way, "uneven"), stage, 2) for way, stage in (("assigned", 0), ("assigned", 3), ("step", 3)))
+    # Linear in a gradient, beside sums and maxima or alone, as losses and as logs.
+    ways = (("step", 0), ("fit", 3), ("compute_loss", 3), ("evaluate", 3))
+    yield from ((Case(WITH_THE_MEAN_OF_A_GRADIENT, way, "uneven"), stage, 2) for way, stage in ways)
     yield Case(("predictions_and_targets", "pairs_by_keras", "hardest_of_a_class", "scan_of_tasks"), "step", "coincide"), 3, 2
     yield Case(("masked_mean", "flooding", "softmax_weights"), "accumulated", "uneven"), 3, 2
     yield Case(("rmse", "where_of_the_mean", "centred_rows"), "scaled", "uneven"), 0, 2

@@ -64,12 +64,12 @@ def known(
         return Replicate()
     if program.is_eager:
         placement, unknown = here.attachment(EagerFacts).of(tensor), here.attachment(EagerFacts).unknown(tensor)
-    elif rows.are_of_slices:
-        return here.attachment(Facts).of(tensor)
     else:
         here = here.that_made(tensor) or here  # of what a branch has captured, where it was made
         for prepare in here.before_known:
             prepare(tensor)
+        if rows.are_of_slices:
+            return here.attachment(Facts).of(tensor)
         with here.outermost():
             placement = here.attachment(Repair).known(tensor, label)
         taken = here.attachment(Facts).taken_for_rows
