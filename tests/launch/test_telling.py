@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.launch import light
-from tfdist.launch import job, stops
+from tfdist.launch import job, worker
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -54,7 +54,7 @@ def test_a_stopped_worker_may_end_by_itself(run):
 
 def test_a_worker_that_was_stopped_alone_is_woken(run, monkeypatch):
     """Also where all others have ended: it stayed for ever."""
-    monkeypatch.setattr(stops, "WAKE_LOOKS", 2)
+    monkeypatch.setattr(worker, "WAKE_LOOKS", 2)
     monkeypatch.setattr(job, "LOOK_SECONDS", 0.2)
     source = """
         if rank == 1:
@@ -76,10 +76,10 @@ class _Process:
 
 
 def test_who_is_woken(monkeypatch):
-    monkeypatch.setattr(stops, "WAKE_LOOKS", 3)
+    monkeypatch.setattr(worker, "WAKE_LOOKS", 3)
 
     def woken(*workers):
-        seen = stops.Stops()
+        seen = worker.Stops()
         return [seen.overdue(workers) for _ in range(4)]
 
     runs, stopped, ended = _Process(), _Process(is_stopped=True), _Process(exit_code=0)

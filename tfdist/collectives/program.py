@@ -59,7 +59,6 @@ class RankProgram:
         outer: the program around that of a branch; None: it is the rank's.
         selections: by the graph of each branch that has been traced, what it is a branch of.
         before_branch: called with what branches read from this program's graph, before TensorFlow makes a `tf.cond` of them.
-        before_known: called with a tensor that is about to be asked for what it is of one device: a loss, a log.
         selected_by: called with a program and what selects a branch of it that may send something, returns that of all rows.
         returned_by: called with a branch's program and what the branch returns, returns that mended where it must be.
         summands: called with a tensor that the user's code gives a collective, return what a rank has of it where it stands for a
@@ -93,7 +92,6 @@ class RankProgram:
         self.selections: dict[tf.Graph, Selection] = {}
         self.before_collective: list[Callable[[], None]] = []
         self.before_branch: list[Callable[[list[tf.Tensor]], object]] = []
-        self.before_known: list[Callable[[tf.Tensor], None]] = []
         self.selected_by: Callable[[RankProgram, tf.Tensor], tf.Tensor] = lambda program, selector: selector
         self.returned_by: Callable[[RankProgram, tf.Tensor], tf.Tensor] = lambda program, output: output
         self.at_close: list[Callable[[Any], None]] = []
@@ -303,7 +301,7 @@ class RankProgram:
         """Returns a program for a branch of this one."""
         inner = copy.copy(self)
         inner.outer, inner.graph = self, branch
-        inner.before_collective, inner.before_branch, inner.before_known, inner.at_close, inner.summands = [], [], [], [], []
+        inner.before_collective, inner.before_branch, inner.at_close, inner.summands = [], [], [], []
         inner._branch, inner._attachments, inner._constants = None, {}, {}
         inner._is_marked = False
         return inner
@@ -351,7 +349,7 @@ class RankProgram:
         draft = copy.copy(self)
         draft._is_draft = True
         draft._attachments, draft._constants = {}, {}
-        draft.before_collective, draft.before_known, draft.at_close, draft.summands = [], [], [], []
+        draft.before_collective, draft.at_close, draft.summands = [], [], []
         draft.outer = None
         return draft
 

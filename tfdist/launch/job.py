@@ -26,9 +26,8 @@ from typing import Any
 
 from tfdist.errors import PEER_FAILED_EXIT_CODE
 from tfdist.launch.output import Output, say
-from tfdist.launch.stops import LOOK_SECONDS, WAKE_LOOKS, Stops
 from tfdist.launch.tasks import tasks_on_free_ports
-from tfdist.launch.worker import Worker
+from tfdist.launch.worker import LOOK_SECONDS, WAKE_LOOKS, Stops, Worker
 from tfdist.runtime.cluster import Cluster, Task
 from tfdist.runtime.failure import Failure
 from tfdist.runtime.rendezvous import tell_of_failure

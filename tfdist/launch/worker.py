@@ -17,6 +17,8 @@ from tfdist.runtime.cluster import Task
 
 _PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 16  # what a pipe holds
+LOOK_SECONDS = 1.0  # between two looks for workers that are stopped
+WAKE_LOOKS = 20  # in a row: a launcher that was stopped itself, with its workers, does not count the time
 
 
 class Worker:
@@ -112,3 +114,23 @@ def death_with_parent() -> Callable[[], None]:
             os._exit(1)
 
     return prepare
+
+
+class Stops:
+    """How often in a row each worker was seen stopped: by SIGSTOP, which it cannot see, so that the launcher wakes it.
+
+    Else the others end, waiting, and the job stays. Where all that are left are stopped and none has ended, it is paused.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Worker, int] = {}
+
+    def overdue(self, workers: Sequence[Worker]) -> list[Worker]:
+        """Looks at all `workers` of a job; returns those that were stopped for too long."""
+        stopped = [worker for worker in workers if worker.exit_code is None and worker.is_stopped]
+        is_paused = len(stopped) == len(workers)
+        self._seen = {} if is_paused else {worker: self._seen.get(worker, 0) + 1 for worker in stopped}
+        overdue = [worker for worker, looks in self._seen.items() if looks >= WAKE_LOOKS]
+        for worker in overdue:
+            del self._seen[worker]
+        return overdue

@@ -25,8 +25,7 @@ from tfdist.losses.given_batch import GivenBatch
 from tfdist.losses.global_losses import whole_batch
 from tfdist.metrics.additive import adds_up
 from tfdist.metrics.adoption import adopt
-from tfdist.metrics.arguments import dense, mapped, others
-from tfdist.metrics.gathered import GatheredBatch, why_not
+from tfdist.metrics.arguments import GatheredBatch, dense, mapped, others, why_not
 from tfdist.placements import eager
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.telling import as_mean

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -38,7 +38,11 @@ _MOST_PLANS = 4  # since what is made again may have other static shapes, and th
 
 
 class Repair(OfBranch):
-    """What was mended in the graph of one rank's program; an attachment of the program, and of a branch's."""
+    """What was mended in the graph of one rank's program; an attachment of the program, and of a branch's.
+
+    Attributes:
+        before_known: called with a loss or a log before it is asked what it is of one device.
+    """
 
     def __init__(self, program: RankProgram):
         self._program = program
@@ -47,6 +51,7 @@ class Repair(OfBranch):
         self._redistribution: Redistribution = program.attachment(Redistribution)
         self._remaking: Remaking = program.attachment(Remaking)
         self._plan: RepairPlan = program.attachment(RepairPlan)
+        self.before_known: list[Callable[[tf.Tensor], object]] = []
         self._given_up: set[str] = set()  # operations that nothing can be done about
         self._looked_for: set[str] = set()  # those that `look` has found once
         self._looked_at = len(program.graph.get_operations())

@@ -66,7 +66,7 @@ def known(
         placement, unknown = here.attachment(EagerFacts).of(tensor), here.attachment(EagerFacts).unknown(tensor)
     else:
         here = here.that_made(tensor) or here  # of what a branch has captured, where it was made
-        for prepare in here.before_known:
+        for prepare in here.attachment(Repair).before_known:
             prepare(tensor)
         if rows.are_of_slices:
             return here.attachment(Facts).of(tensor)

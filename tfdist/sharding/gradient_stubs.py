@@ -93,9 +93,7 @@ class GradientStubs(OfBranch):
         self._program = program
         self._stubs: dict[str, Stub] = {}
         self._linear = gradient_graph.Derived(
-            lambda x: frozenset([self._stubs[x.name]]) if x.name in self._stubs else None,
-            is_of_tapes=True,
-            program=program,
+            lambda x: frozenset([self._stubs[x.name]]) if x.name in self._stubs else None, is_of_tapes=True, program=program
         )
         self._layouts = _OnShards(lambda x: self._stubs[x.name].variable.layout if x.name in self._stubs else None, program)
         self._get_sums: set[str] = set()  # the handles of parameters, and of slots that the user's code assigns to

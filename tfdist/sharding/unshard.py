@@ -68,7 +68,10 @@ class UnshardSchedule(OfBranch):
         self._stubs: GradientStubs = program.attachment(GradientStubs)
         program.at_close.append(self._close)
         program.before_branch.append(self._let_read)
-        program.before_known.append(self._fill_below)
+        if not program.is_eager:  # a loss or a log of Keras's trainer is of the sums, which all ranks have
+            weight: GradientWeight = program.attachment(GradientWeight)
+            fill = lambda x: weight.is_of_trainer and self._stubs.below(x) and self.is_of_sums(x)  # noqa: E731
+            program.attachment(Repair).before_known.append(fill)
 
     # Forward
 
@@ -188,11 +191,6 @@ class UnshardSchedule(OfBranch):
         for tensor in tensors:
             if self._stubs.below(tensor):
                 self.is_of_sums(tensor)
-
-    def _fill_below(self, tensor: tf.Tensor) -> None:
-        """Fills, of Keras's trainer, what `tensor`, a loss or a log, is computed from: the sums, which all ranks have."""
-        if self._program.attachment(GradientWeight).is_of_trainer and self._stubs.below(tensor):
-            self.is_of_sums(tensor)
 
     def _close(self, outputs: Any) -> None:
         self._stubs.write_summands()
