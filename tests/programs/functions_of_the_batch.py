@@ -758,16 +758,16 @@ def largest_row_times_the_norm_of_the_gradient(x, y, p, layer):
     return tf.reduce_max(p[:, 0] * tf.norm(tape.gradient(found, layer.kernel)))
 
 
-@of("numbers")
-def rows_by_the_gradient(x, y, p, layer):
-    """Linear in the gradient, each rank's of its own rows: the sum is wanted."""
-    return tf.reduce_mean(x @ _gradient(x, y, layer))
-
-
 def _gradient(x, y, layer):
     with tf.GradientTape() as tape:
         found = mse(y, layer(x))
     return tape.gradient(found, layer.kernel)
+
+
+@of("numbers")
+def rows_by_the_gradient(x, y, p, layer):
+    """Linear in the gradient, each rank's of its own rows: the sum is wanted."""
+    return tf.reduce_mean(x @ _gradient(x, y, layer))
 
 
 @of("numbers")

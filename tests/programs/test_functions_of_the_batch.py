@@ -30,12 +30,13 @@ TURNS = {
 }  # fmt: skip
 DEFAULT_FORMS = ("uneven", "coincide", "empty", "static", "coincide_dynamic", "uneven", "coincide_batch", "even")
 DEFAULT_STAGES = (3, 0, 3, 0, 3, 1, 0, 3, 2)
-# Losses of a loop that are no shares as they stand, as docs/training.md says: plain means, sums for which nothing is agreed on,
-# what stands beside penalties; and gradients of such losses.
 WITH_THE_MEAN_OF_A_GRADIENT = (
     *("mean_of_the_gradient", "sum_and_the_mean_of_the_gradient", "largest_row_and_the_mean_of_the_gradient"),
     *("largest_row_times_the_mean_of_the_gradient", "rows_by_the_gradient_over_rows"),
 )
+
+# Losses of a loop that are no shares as they stand, as docs/training.md says: plain means, sums for which nothing is agreed on,
+# what stands beside penalties; and gradients of such losses.
 UNDIVIDED_WITHIN = (
     *WITH_THE_MEAN_OF_A_GRADIENT,
     *("norm_of_the_gradient", "norm_of_the_gradient_of_a_root", "norm_of_the_gradient_of_pairs"),

@@ -1,4 +1,4 @@
-"""One worker process: started in a process group of its own, signalled with that group, reaped last."""
+"""One worker process: started in a process group of its own, signalled with that group, reaped last; and who is stopped alone."""
 
 from __future__ import annotations
 
