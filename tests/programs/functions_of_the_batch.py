@@ -793,6 +793,21 @@ def largest_row_times_the_mean_of_the_gradient(x, y, p, layer):
 
 
 @of("numbers")
+def gradient_or_the_largest(x, y, p, layer):
+    by_the_kernel = tf.reduce_sum(layer.kernel * _gradient(x, y, layer))
+    largest = tf.reduce_max(p)
+    return tf.cond(largest > by_the_kernel, lambda: largest * largest, lambda: by_the_kernel)
+
+
+@of("numbers")
+def largest_row_and_a_choice_of_the_gradient(x, y, p, layer):
+    """A maximum, to which what is chosen of a gradient and of a mean is added."""
+    largest = tf.reduce_max(p[:, 0] * tf.reduce_mean(tf.square(layer(x))))
+    by_the_kernel, mean = tf.reduce_sum(layer.kernel * _gradient(x, y, layer)), tf.reduce_mean(tf.square(layer(x)))
+    return largest + tf.cond(by_the_kernel > mean, lambda: by_the_kernel * by_the_kernel, lambda: mean)
+
+
+@of("numbers")
 def rows_by_the_gradient_over_rows(x, y, p, layer):
     return tf.reduce_sum(x @ _gradient(x, y, layer)) / tf.reduce_sum(tf.abs(x))
 

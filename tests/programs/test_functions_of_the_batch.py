@@ -42,6 +42,7 @@ UNDIVIDED_WITHIN = (
     *("norm_of_the_gradient", "norm_of_the_gradient_of_a_root", "norm_of_the_gradient_of_pairs"),
     *("rows_times_the_norm_of_the_gradient", "largest_and_the_norm_of_its_gradient"),
     *("largest_row_times_the_norm_of_the_gradient", "rows_by_the_gradient", "root_of_rows_scaled_by_the_gradient"),
+    "largest_row_and_a_choice_of_the_gradient",
 )
 UNDIVIDED = (
     *(f.name for f in FUNCTIONS.values() if f.group == "means"),
@@ -129,6 +130,8 @@ def default_cases():
     # Linear in a gradient, beside sums and maxima or alone, as losses and as logs.
     ways = (("step", 0), ("fit", 3), ("compute_loss", 3), ("evaluate", 3))
     yield from ((Case(WITH_THE_MEAN_OF_A_GRADIENT, way, "uneven"), stage, 2) for way, stage in ways)
+    # Their sum, in which a gradient meets the number of the second that has been sent.
+    yield Case(("gradient_or_the_largest", "largest_row_and_a_choice_of_the_gradient"), "fit", "uneven"), 3, 2
     yield Case(("predictions_and_targets", "pairs_by_keras", "hardest_of_a_class", "scan_of_tasks"), "step", "coincide"), 3, 2
     yield Case(("masked_mean", "flooding", "softmax_weights"), "accumulated", "uneven"), 3, 2
     yield Case(("rmse", "where_of_the_mean", "centred_rows"), "scaled", "uneven"), 0, 2

@@ -118,8 +118,9 @@ class GradientNumbers(OfBranch):
 
     def _meets_a_gradient(self, op: tf.Operation) -> bool:
         """Whether a gradient meets what is computed of `op`, as far as the graph has come."""
+        found = self._program.attachment(Redistribution).found
         waiting, seen = list(op.outputs), {x.name for x in op.outputs}
-        for x in waiting:
+        for x in (x for x in waiting if found(x) is None):  # what ranks have agreed on is read in its place
             for reader in (one for one in x.consumers() if not tape.is_backward(one) and not tape.writes(one)):
                 others = [y for y in reader.inputs if y.name in self._computed and y.name not in seen]
                 if any(map(self._is_gradient, others)):
