@@ -13,7 +13,7 @@ from tfdist.collectives.compressed import check_it_pays
 from tfdist.collectives.cross_replica import CrossReplica, cross_replica_of
 from tfdist.collectives.eager import EagerProgram
 from tfdist.collectives.naive import gather_to_master_all_reduce, naive_master_bytes, ring_bytes
-from tfdist.collectives.ops import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from tfdist.collectives.ops import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, watched_groups
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
 from tfdist.collectives.point_to_point import receive, send
 from tfdist.collectives.program import OfBranch, RankProgram

@@ -25,6 +25,7 @@ from tfdist.collectives.results import noted
 from tfdist.collectives.where import current_program, is_built_outside
 from tfdist.compression.words import with_zeros
 from tfdist.custom_gradients import with_adjoint
+from tfdist.graphs import tape
 
 _REDUCE_OPS = ("sum", "mean", "max", "min")
 
@@ -231,7 +232,15 @@ def _enter(op: str, x: tf.Tensor, mesh_axis: str) -> tuple[RankProgram, tf.Tenso
     # What goes back to a sum of gradients, linear in it or not, is of the sum.
     x = x if program.root.is_going_back else program.summand(x)
     group_ops.check_dtype(op, x)
-    return program, x, program.group_ranks(mesh_axis)
+    ranks = program.group_ranks(mesh_axis)
+    if x.dtype.is_floating and (program.outer is not None or tape.tapes_watching([x])):  # none looks into a branch
+        program.attachment(watched_groups).add(ranks)
+    return program, x, ranks
+
+
+def watched_groups(_: RankProgram) -> set[Ranks]:
+    """Groups in which gradients may be sent, since something was sent that a tape watches; an attachment of a rank's program."""
+    return set()
 
 
 def _check_rows(op: str, x: tf.Tensor, static_rows: bool = False) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import temporary
-from tfdist.collectives import RankProgram, rank_program
+from tfdist.collectives import RankProgram, rank_program, watched_groups
 from tfdist.custom_gradients import with_adjoint
 from tfdist.graphs import records, tape
 from tfdist.losses.given_batch import is_given_everywhere
@@ -75,10 +75,8 @@ def gradient_of_targets(
         seeds = _seeds_of_shares(program, targets, output_gradients)
         found = taken(seeds)
         if seeds is not output_gradients or not _are_same_on_all(program, targets):
-            facts = program.attachment(EagerFacts if program.is_eager else Facts)
-            are_means = seeds is output_gradients and all(
-                program.exists_here(x) and facts.of(x) == Partial(How.MEAN) for x in targets
-            )
+            facts, mean = program.attachment(EagerFacts if program.is_eager else Facts), Partial(How.MEAN)
+            are_means = seeds is output_gradients and all(program.exists_here(x) and facts.of(x) == mean for x in targets)
             _declare(program, found, sources, lambda place: How.MEAN if are_means and of_rows[place] else How.SUM)
         return found
     placements = [_placement(step, program, x) for x in targets]
@@ -88,15 +86,14 @@ def gradient_of_targets(
         found = taken(output_gradients, began_with=step.weight())
         _declare(program, found, sources, lambda _: How.SUM)
         return found
-    begins_with_weight = all(of_rows) or any(is_sharded) or _sends_gradients(program) or _is_not_linear(program)
+    sends = program.group_ranks("data") in program.attachment(watched_groups)
+    begins_with_weight = all(of_rows) or any(is_sharded) or sends or _is_not_linear(program)
     weight = step.weight()
     seeds = tf.nest.flatten(output_gradients) if output_gradients is not None else [None] * len(targets)
     if not (all(of_rows) and output_gradients is not None):
         seeds = [_seed(*given, weight, begins_with_weight) for given in zip(targets, placements, seeds, strict=True)]
-    if any(x is not None for x in seeds):
-        seeds = [tf.ones_like(x) if seed is None else seed for x, seed in zip(targets, seeds, strict=True)]
-    else:
-        seeds = None
+    has_some = any(x is not None for x in seeds)
+    seeds = [tf.ones_like(x) if seed is None else seed for x, seed in zip(targets, seeds, strict=True)] if has_some else None
     began_with = weight if begins_with_weight and not all(of_rows) else None
     found = taken(seeds, began_with, None if begins_with_weight else weight)
     flat = []
@@ -230,13 +227,6 @@ def _seed(target: tf.Tensor, placement: Placement, given: Any, weight: tf.Tensor
     if adds_up:
         return given if begins_with_weight else given * tf.math.divide_no_nan(tf.ones_like(weight), weight)
     return given * weight
-
-
-def _sends_gradients(program: RankProgram) -> bool:
-    """Whether something in this trace may send gradients to other data ranks: it has sent them what is no count of the losses."""
-    ranks, counts = program.group_ranks("data"), ("loss/", "metrics", "agree/", "gather/")
-    records = program.plan.records[program.rank]
-    return any(record.ranks == ranks and not record.label.startswith(counts) for record in records)
 
 
 def _is_not_linear(program: RankProgram) -> bool:
