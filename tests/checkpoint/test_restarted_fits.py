@@ -139,8 +139,8 @@ def restarted_together(folder, cases):
 
 @pytest.mark.parametrize(
     ("workers", "devices", "cases"),
-    [(2, 1, JOBS), *(exhaustive(2, 2, MORE_JOBS[start::3]) for start in range(3))],
-    ids=["few", "a third", "another third", "the last third"],
+    [(2, 1, JOBS), *(exhaustive(2, 2, MORE_JOBS[start::6]) for start in range(6))],
+    ids=["few", *map("part {}".format, range(1, 7))],
 )
 def test_workers(workers, devices, cases, tmp_path):
     target = "tests.checkpoint.test_restarted_fits:restarted_together"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias
@@ -88,7 +87,12 @@ def is_backward(operation: tf.Operation) -> bool:
 def backward_scope(name: str = "") -> contextlib.AbstractContextManager[None]:
     """Names operations of a gradient function of our own as a tape names those of TensorFlow's, below `name` if there is one."""
     # With the slash at the end: this one, and no second one of another name.
-    return tf.name_scope(f"gradient_tape/{name}/" if name else "gradient_tape/")
+    return tf.compat.v1.name_scope(f"gradient_tape/{name}/" if name else "gradient_tape/")
+
+
+def users_scope(name: str) -> str:
+    """Returns `name`, of a user's `tf.name_scope`, such that nothing in it is taken for what a tape or `vectorized_map` made."""
+    return name.replace("gradient", "grad").replace("loop_body", "body")
 
 
 def is_recording() -> bool:
@@ -103,8 +107,7 @@ def in_backward() -> bool:
 
 def in_vectorized_map() -> bool:
     """Whether what is traced here is the function of a `tf.vectorized_map`, or the gradient of a `tape.jacobian`."""
-    scopes = tf.compat.v1.get_default_graph().get_name_scope().split("/")
-    return any(re.fullmatch(r"loop_body(_\d+)?", scope) for scope in scopes)
+    return "loop_body" in tf.compat.v1.get_default_graph().get_name_scope()
 
 
 def same_for_all_rows(operations: Sequence[tf.Operation]) -> None:

@@ -87,9 +87,13 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwds: Any) -> A
         raise
 
 
-_ROWS = (
-    """The number of a rank's rows is no constant, also where the trace knows it, or the step runs eagerly: others have others."""
-)
+@replaces("tensorflow.name_scope", "__init__")
+def _name_scope(original: Callable[..., None], self: Any, name: str) -> None:
+    """What a tape has made is known by its name: a scope `gradients` of the user's, in a rank's function, is named otherwise."""
+    original(self, name if rank_program() is None or not isinstance(name, str) else tape.users_scope(name))
+
+
+_ROWS = "The number of a rank's rows is no constant, also where the trace knows it or the step runs eagerly: others have others."
 
 
 @replaces("tensorflow.python.ops.array_ops", "shape_internal", why=_ROWS)

@@ -12,14 +12,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.autograph.impl import api as autograph
-from tensorflow.python.distribute import (
-    cross_device_ops,
-    distribute_utils,
-    mirrored_run,
-    mirrored_strategy,
-    values,
-    values_util,
-)
+from tensorflow.python.distribute import cross_device_ops, distribute_utils, mirrored_run, mirrored_strategy, values, values_util
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 from tfdist import collectives, keras_hooks

@@ -16,14 +16,7 @@ from tensorflow.python.eager import record
 
 from tfdist import errors
 from tfdist.collectives import Communicator
-from tfdist.sharding import (
-    Layout,
-    MeshConfig,
-    PlacementRequest,
-    ShardedVariable,
-    current_placement,
-    with_layout,
-)
+from tfdist.sharding import Layout, MeshConfig, PlacementRequest, ShardedVariable, current_placement, with_layout
 
 _SYNC_ON_READ = tf.VariableSynchronization.ON_READ
 
