@@ -16,7 +16,7 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import record
 from tensorflow.python.framework import auto_control_deps
-from tensorflow.python.ops import control_flow_util_v2, default_gradient, resource_variable_ops, while_v2
+from tensorflow.python.ops import control_flow_util_v2, default_gradient, handle_data_util, resource_variable_ops, while_v2
 from tensorflow.python.ops.parallel_for import pfor
 
 from tfdist.custom_gradients import as_read
@@ -179,7 +179,13 @@ def called(operation: tf.Operation) -> tf.Graph | None:
     if operation.type not in CALLS:
         return None
     shapes = [tensor.shape for tensor in operation.inputs]
-    return control_flow_util_v2.get_func_graph(operation, shapes, operation.get_attr("f").name)
+    graph = control_flow_util_v2.get_func_graph(operation, shapes, operation.get_attr("f").name)
+    for outside, inside in zip(operation.inputs, graph.inputs, strict=False):
+        if outside.dtype == tf.resource:  # a function of a SavedModel does not know the shapes of its weights
+            handle_data_util.copy_handle_data(outside, inside)
+            for read in (op.outputs[0] for op in inside.consumers() if op.type == "ReadVariableOp"):
+                read.set_shape(handle_data_util.get_resource_handle_data(inside).shape_and_type[0].shape)
+    return graph
 
 
 def traced_branches(operation: tf.Operation) -> list[tf.Graph]:
