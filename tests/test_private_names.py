@@ -39,6 +39,7 @@ from tensorflow.python.ops import (
     control_flow_util_v2,
     control_flow_v2_func_graphs,
     default_gradient,
+    handle_data_util,
     resource_variable_ops,
     script_ops,
     while_v2,
@@ -413,6 +414,17 @@ def test_layers_are_computed_by_their_mode(monkeypatch):
     assert called == [layer.call]
     with keras.RematScope():
         assert type(keras.layers.Dense(3)._remat_mode) is RematMode
+
+
+def test_handles_of_variables_know_their_shapes():
+    """graphs/tape.py: in the graph that reads them, and of another one when they are copied."""
+    variable = tf.Variable(tf.zeros([2, 3]))
+    (inside,) = in_graph(lambda: variable + 1.0).graph.inputs
+    with tf.Graph().as_default():
+        other = tf.compat.v1.placeholder(tf.resource, [])
+        handle_data_util.copy_handle_data(inside, other)
+        for handle in (inside, other):
+            assert tf.TensorShape(handle_data_util.get_resource_handle_data(handle).shape_and_type[0].shape) == [2, 3]
 
 
 def test_the_branches_of_a_cond_operation():
