@@ -76,7 +76,23 @@ def named_like_a_count(model, x, y):
     return tf.sqrt(total)
 
 
-@pytest.mark.parametrize("of", (over_the_batch, by_weights_of_the_model, named_like_a_count))
+def from_rank_to_rank(model, x, y):
+    """The second part of the rows is centred by the mean of the first."""
+    p = model.out(x)
+    if tf.distribute.get_strategy().num_replicas_in_sync == 1:
+        rows = tf.shape(p)[0]
+        first, second = p[: (rows + 1) // 2], p[(rows + 1) // 2 :]
+        summed = tf.reduce_sum(first**2) + tf.reduce_sum((second - tf.reduce_mean(first, 0)) ** 2)
+        return summed / tf.cast(2 * rows, p.dtype) + tf.reduce_mean(model.weights_of(x))
+    if tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group) == 0:
+        own = tf.reduce_mean(p**2) + tfdist.collectives.send(tf.reduce_mean(p, 0), 1)
+    else:
+        anchor = tf.reduce_sum(model.out.kernel)  # which the tape watches
+        own = tf.reduce_mean((p - tfdist.collectives.receive([2], p.dtype, 0, anchor=anchor)) ** 2)
+    return own + tf.reduce_mean(model.weights_of(x))
+
+
+@pytest.mark.parametrize("of", (over_the_batch, by_weights_of_the_model, named_like_a_count, from_rank_to_rank))
 @pytest.mark.parametrize("kind", (Model, OfKerasStep))
 @pytest.mark.parametrize("zero_stage", (0, exhaustive(1), exhaustive(2), 3))
 def test_it_is_one_device(zero_stage, kind, of):

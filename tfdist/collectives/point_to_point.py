@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import group_ops
+from tfdist.collectives import group_ops, ops
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.graph_edges import GraphEdges
 from tfdist.collectives.transports.transport import MessageTransport
@@ -108,6 +108,7 @@ def receive(
 def _pair(op: str, argument: str, index: int, mesh_axis: str) -> tuple[RankProgram, int, tuple[int, int]]:
     program = current_program(f"`{op}`")
     ranks = program.group_ranks(mesh_axis)
+    program.attachment(ops.watched_groups).add(ranks)
     received: dict[str, Any] = {argument: index}
     if not 0 <= index < len(ranks) or ranks[index] == program.rank:
         raise errors.value_error(
