@@ -7,14 +7,14 @@ import tensorflow as tf
 from grids import exhaustive
 
 import tfdist
-from tests.parity.comparison import BatchLogs, state
-from tests.programs.comparing import assert_as_on_one_device
+from tests.programs.comparing import assert_as_on_one_device, fitted
 
 pytestmark = pytest.mark.as_traced
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(13, 3)).astype("float32")  # batches of 5, 5 and 3 rows
 Y = RNG.normal(size=(13, 2)).astype("float32")
+DATA = tf.data.Dataset.from_tensor_slices((X, Y)).batch(5)
 
 
 def seeded():
@@ -96,12 +96,4 @@ def from_rank_to_rank(model, x, y):
 @pytest.mark.parametrize("kind", (Model, OfKerasStep))
 @pytest.mark.parametrize("zero_stage", (0, exhaustive(1), exhaustive(2), 3))
 def test_it_is_one_device(zero_stage, kind, of):
-    def program(strategy):
-        with strategy.scope():
-            model = kind(of)
-            model.compile(keras.optimizers.SGD(0.1, momentum=0.9))
-        logs = BatchLogs()
-        model.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(5), epochs=2, verbose=0, callbacks=[logs])
-        return {"logs": logs.train, **state(model)}
-
-    assert_as_on_one_device(program, zero_stage)
+    assert_as_on_one_device(fitted(kind, of, data=DATA), zero_stage)

@@ -15,7 +15,7 @@ import tensorflow as tf
 from grids import exhaustive
 from training import one_device, strategy_for
 
-from tests.parity.comparison import RTOL, assert_same_tree
+from tests.parity.comparison import RTOL, BatchLogs, assert_same_tree, state
 
 Program = Callable[[tf.distribute.Strategy], Any]
 
@@ -35,6 +35,21 @@ def run(program: Program, strategy: tf.distribute.Strategy) -> Any:
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
     return program(strategy)
+
+
+@functools.cache
+def fitted(make: Callable[..., keras.Model], *arguments: Any, data: tf.data.Dataset) -> Program:
+    """A program that trains what `make(*arguments)` returns with momentum for two epochs: what each step logs, and the state."""
+
+    def program(strategy: tf.distribute.Strategy) -> Any:
+        with strategy.scope():
+            model = make(*arguments)
+            model.compile(keras.optimizers.SGD(0.1, momentum=0.9))
+        logs = BatchLogs()
+        model.fit(data, epochs=2, verbose=0, callbacks=[logs])
+        return {"logs": logs.train, **state(model)}
+
+    return program
 
 
 @functools.cache

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.parity.comparison import BatchLogs, state
-from tests.programs.comparing import assert_as_on_one_device, stages_in_turns
+from tests.programs.comparing import assert_as_on_one_device, fitted, stages_in_turns
 
 pytestmark = pytest.mark.as_traced
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(13, 3)).astype("float32")  # batches of 5, 5 and 3 rows
 Y = RNG.normal(size=(13, 2)).astype("float32")
+DATA = tf.data.Dataset.from_tensor_slices((X, Y)).batch(5)
 
 
 class Model(keras.Model):
@@ -39,21 +39,6 @@ class Model(keras.Model):
         return {"loss": loss}
 
 
-def program_of(name):
-    def program(strategy):
-        with strategy.scope():
-            model = Model(name)
-            model.compile(keras.optimizers.SGD(0.1, momentum=0.9))
-        logs = BatchLogs()
-        model.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(5), epochs=2, verbose=0, callbacks=[logs])
-        return {"logs": logs.train, **state(model)}
-
-    return program
-
-
-PROGRAMS = {name: program_of(name) for name in ("gradients", "gradient_tape", "loop_body")}
-
-
-@pytest.mark.parametrize(("name", "zero_stage"), stages_in_turns(PROGRAMS))
+@pytest.mark.parametrize(("name", "zero_stage"), stages_in_turns(("gradients", "gradient_tape", "loop_body")))
 def test_it_is_one_device(name, zero_stage):
-    assert_as_on_one_device(PROGRAMS[name], zero_stage)
+    assert_as_on_one_device(fitted(Model, name, data=DATA), zero_stage)

@@ -239,7 +239,7 @@ def _enter(op: str, x: tf.Tensor, mesh_axis: str) -> tuple[RankProgram, tf.Tenso
 
 
 def watched_groups(_: RankProgram) -> set[Ranks]:
-    """Groups in which gradients may be sent, since something was sent that a tape watches; an attachment of a rank's program."""
+    """Groups in which gradients may be sent: of what a tape watches, or from one rank to another; an attachment of a program."""
     return set()
 
 

@@ -92,7 +92,7 @@ def backward_scope(name: str = "") -> contextlib.AbstractContextManager[None]:
 
 def users_scope(name: str) -> str:
     """Returns `name`, of a user's `tf.name_scope`, such that nothing in it is taken for what a tape or `vectorized_map` made."""
-    return name.replace("gradient", "grad").replace("loop_body", "body")
+    return name.replace("gradient_tape", "grad_tape").replace("gradients", "grads").replace("loop_body", "body")
 
 
 def is_recording() -> bool:
