@@ -23,6 +23,7 @@ from tests.null_gpu.running import report
 
 WIDTH, LAYERS, ROWS = 512, 6, 8
 LAYER_BYTES = 4 * WIDTH**2
+STEPS = 4  # the first traces
 HOST_THREADS = 16  # as on a machine with GPUs: here they start kernels and wait
 
 
@@ -56,7 +57,7 @@ def _run(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     def step(x: Any) -> Any:
         return strategy.run(rank_step, (x,))
 
-    for number in range(2):  # the first traces
+    for number in range(STEPS):
         device.wait_for_all()
         rest = [_memory(gpu)["current"] for gpu in gpus]
         for gpu in gpus:
