@@ -39,7 +39,7 @@ WITH_THE_MEAN_OF_A_GRADIENT = (
 # what stands beside penalties; and gradients of such losses.
 UNDIVIDED_WITHIN = (
     *WITH_THE_MEAN_OF_A_GRADIENT,
-    *("norm_of_the_gradient", "norm_of_the_gradient_of_a_root", "norm_of_the_gradient_of_pairs"),
+    *("norm_of_the_gradient", "norm_of_the_gradient_of_a_root", "norm_of_the_gradient_of_pairs", "norm_over_maxima"),
     *("rows_times_the_norm_of_the_gradient", "largest_and_the_norm_of_its_gradient"),
     *("largest_row_times_the_norm_of_the_gradient", "rows_by_the_gradient", "root_of_rows_scaled_by_the_gradient"),
     "largest_row_and_a_choice_of_the_gradient",
@@ -130,6 +130,8 @@ def default_cases():
     # Linear in a gradient, beside sums and maxima or alone, as losses and as logs.
     ways = (("step", 0), ("fit", 3), ("compute_loss", 3), ("evaluate", 3))
     yield from ((Case(WITH_THE_MEAN_OF_A_GRADIENT, way, "uneven"), stage, 2) for way, stage in ways)
+    # What goes back to rows that were gathered sends, and a tape goes back through that.
+    yield from ((Case(("norm_of_the_gradient_of_pairs", "norm_over_maxima"), way, "uneven"), 0, 2) for way in ("step", "fit"))
     # Their sum, in which a gradient meets the number of the second that has been sent.
     yield Case(("gradient_or_the_largest", "largest_row_and_a_choice_of_the_gradient"), "fit", "uneven"), 3, 2
     yield Case(("predictions_and_targets", "pairs_by_keras", "hardest_of_a_class", "scan_of_tasks"), "step", "coincide"), 3, 2

@@ -127,7 +127,10 @@ def all_gather_uneven(program: RankProgram, x: tf.Tensor, ranks: Ranks, label: s
         return group_ops.reduce_scatter(program, pieces, ranks, f"{label}/gradient")
 
     def gathered(part: tf.Tensor) -> tf.Tensor:
-        return with_adjoint(gather, lambda upstream: with_adjoint(scatter, gathered, upstream), part)
+        return with_adjoint(gather, scattered, watched(program, part, ranks))
+
+    def scattered(upstream: tf.Tensor) -> tf.Tensor:
+        return with_adjoint(scatter, gathered, watched(program, upstream, ranks))
 
     return noted(program, tf.boolean_mask(gathered(padded), keep), ranks, x)
 
@@ -233,9 +236,14 @@ def _enter(op: str, x: tf.Tensor, mesh_axis: str) -> tuple[RankProgram, tf.Tenso
     x = x if program.root.is_going_back else program.summand(x)
     group_ops.check_dtype(op, x)
     ranks = program.group_ranks(mesh_axis)
+    return program, watched(program, x, ranks), ranks
+
+
+def watched(program: RankProgram, x: tf.Tensor, ranks: Ranks) -> tf.Tensor:
+    """Returns `x`, which is about to be sent; on the way back of a tape, too, which another one may watch."""
     if x.dtype.is_floating and (program.outer is not None or tape.tapes_watching([x])):  # none looks into a branch
         program.attachment(watched_groups).add(ranks)
-    return program, x, ranks
+    return x
 
 
 def watched_groups(_: RankProgram) -> set[Ranks]:

@@ -99,7 +99,7 @@ def _ask_once(
 def _get_unique_name(original: Callable[[str, dict[str, int]], str], name: str, used_names: dict[str, int]) -> str:
     """Keras names a layer's weights in a file after its class: a tensor-parallel layer's must be found under the name of the
     layer that it is outside replicas."""
-    return original(checkpoint_names.saved_name(name), used_names)
+    return original(checkpoint_names.SAVED_AS.get(name, name), used_names)
 
 
 @replaces("keras.src.backend.tensorflow.layer.TFLayer", "_trackable_children")

@@ -9,14 +9,9 @@ from __future__ import annotations
 
 from keras.src.utils import naming
 
-_SAVED_AS: dict[str, str] = {}
+SAVED_AS: dict[str, str] = {}  # by the name that a layer's class gives it
 
 
 def save_as(parallel_class: type, layer_class: type) -> None:
     """Declares that layers of `parallel_class` are saved under the name of `layer_class`."""
-    _SAVED_AS[naming.to_snake_case(parallel_class.__name__)] = naming.to_snake_case(layer_class.__name__)
-
-
-def saved_name(name: str) -> str:
-    """Returns the name under which a layer is saved whose class gives it `name`."""
-    return _SAVED_AS.get(name, name)
+    SAVED_AS[naming.to_snake_case(parallel_class.__name__)] = naming.to_snake_case(layer_class.__name__)

@@ -42,7 +42,11 @@ class _Agreement:
 
 
 class Redistribution(OfBranch):
-    """What has been redistributed in the graph of one rank's program; an attachment of the program, and of a branch's."""
+    """What has been redistributed in the graph of one rank's program; an attachment of the program, and of a branch's.
+
+    Attributes:
+        made: operations that are none of the user's program, and that tapes have not seen.
+    """
 
     def __init__(self, program: RankProgram):
         self._program = program
@@ -51,7 +55,7 @@ class Redistribution(OfBranch):
         self._totals: Totals = program.attachment(Totals)
         self._found: dict[str, tf.Tensor] = {}
         self._changes: list[_Agreement | tf.Operation] = []  # of which tapes must be told
-        self._made: set[tf.Operation] = set()  # which they have not seen
+        self.made: set[tf.Operation] = set()
         self._told: dict[int, tuple[tf.GradientTape, int]] = {}  # how many, by the id of a tape, which stays its own
 
     @property
@@ -98,11 +102,7 @@ class Redistribution(OfBranch):
     def note_made(self, op: tf.Operation) -> None:
         """Notes that `op` was made, for tapes to go back through."""
         self._changes.append(op)
-        self._made.add(op)
-
-    def has_made(self, op: tf.Operation) -> bool:
-        """Whether `op` is none of the user's program."""
-        return op in self._made
+        self.made.add(op)
 
     def gather(self, tensor: tf.Tensor, label: str) -> None:
         """Gathers the rows of `tensor`, a `Shard`, from all data ranks; the way back sums what readers of all ranks send. Of
@@ -183,7 +183,7 @@ class Redistribution(OfBranch):
             for change in _inputs_first(self._changes[told:]):
                 if isinstance(change, _Agreement):
                     records.record_function(change.outputs, change.inputs, change.back, "Redistribute")
-                elif change in self._made or records.is_recorded(change):
+                elif change in self.made or records.is_recorded(change):
                     records.record_again(change)
 
     def _note(self, pairs: Sequence[tuple[tf.Tensor, tf.Tensor]], back: Callable[..., Tensors]) -> None:
@@ -210,9 +210,9 @@ class Redistribution(OfBranch):
         equal = []
         for x, y in zip(given, found, strict=True):
             if x.op.type in ("Max", "Min"):
-                values, axes = x.op.inputs
-                kept = y if x.op.get_attr("keep_dims") else keras.ops.expand_dims(y, value_of(axes).reshape(-1).tolist())
-                equal.append(tf.reshape(tf.reduce_sum(tf.cast(tf.equal(values, kept), wide(x).dtype), axes), x.shape))
+                (values, axes), keeps = x.op.inputs, x.op.get_attr("keep_dims")
+                kept = y if keeps else keras.ops.expand_dims(y, value_of(axes).reshape(-1).tolist())
+                equal.append(tf.reduce_sum(tf.cast(tf.equal(values, kept), wide(x).dtype), axes, keeps))
             else:
                 equal.append(tf.cast(tf.equal(x, y), wide(x).dtype))
         totals = self._totals.reduced(equal, "sum", "agree/gradient")

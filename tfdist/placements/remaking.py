@@ -100,7 +100,7 @@ class Remaking(OfBranch):
                 continue
             inputs = [reads.get((op.name, place), self.now(x)) for place, x in enumerate(op.inputs)]
             places = [place for place, x in enumerate(op.inputs) if not tape.same(inputs[place], x)]
-            has_new_size = bool(row_of(op.type).sizes) and not self._redistribution.has_made(op)
+            has_new_size = bool(row_of(op.type).sizes) and op not in self._redistribution.made
             if not places and not has_new_size:
                 continue
             # Other integers may be sizes, which TensorFlow has found out when they were made.

@@ -7,7 +7,8 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, all_reduce, group_ops
+from tfdist.collectives import RankProgram, all_reduce, group_ops, ops
+from tfdist.custom_gradients import with_adjoint
 from tfdist.placements.constants import value_of
 from tfdist.placements.kinds import How
 from tfdist.placements.rank_rows import RankRows
@@ -80,10 +81,14 @@ class Totals:
 
     def _reduced_by_size(self, x: tf.Tensor, how: str, label: str) -> tf.Tensor:
         """Reduces a tensor of a size that is the same on all ranks, and known when the step runs; none are no message."""
-        flat = tf.reshape(wide(x), [-1])
-        padded = tf.concat([flat, tf.zeros([1], flat.dtype)], 0)
         ranks = self._program.group_ranks("data")
-        return tf.reshape(group_ops.all_reduce(self._program, padded, ranks, how, label)[:-1], tf.shape(x))
+
+        def total(numbers: tf.Tensor) -> tf.Tensor:  # of a sum, which is its own adjoint
+            given = ops.watched(self._program, numbers, ranks)
+            return with_adjoint(lambda y: group_ops.all_reduce(self._program, y, ranks, how, label), total, given)
+
+        flat = tf.reshape(wide(x), [-1])
+        return tf.reshape(total(tf.concat([flat, tf.zeros([1], flat.dtype)], 0))[:-1], tf.shape(x))
 
     def _sums(self, tensors: Tensors, are_means: Sequence[bool], label: str) -> list[tf.Tensor]:
         """Returns the sums and the means over all ranks; the first means count the rows of all ranks, too."""

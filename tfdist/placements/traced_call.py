@@ -55,7 +55,8 @@ class TracedCall(Call):
                 if self._is_of_agreed(x.op.inputs[0]):
                     return False
                 continue
-            if (x.op.type in _REPEATING or _is_cut_along_axes(x.op)) and x.op.inputs[0].shape.rank is not None:
+            keeps_axes = x.op.type == "StridedSlice" and not any(map(x.op.get_attr, ("new_axis_mask", "shrink_axis_mask")))
+            if (x.op.type in _REPEATING or keeps_axes) and x.op.inputs[0].shape.rank is not None:
                 waiting.append(x.op.inputs[0])
             elif x.op.type == "BiasAdd" or (is_elementwise(x.op.type) and x.op.type not in _OF_OTHER_AXES):
                 waiting.extend(x.op.inputs)
@@ -85,8 +86,3 @@ class TracedCall(Call):
                 number = one.shape.num_elements() if one.shape.rank else 1
                 found.extend([None] * number if value is None else value.reshape(-1).tolist())
         return found
-
-
-def _is_cut_along_axes(op: tf.Operation) -> bool:
-    """Whether `op` takes a part of a tensor that has the same axes."""
-    return op.type == "StridedSlice" and not (op.get_attr("new_axis_mask") or op.get_attr("shrink_axis_mask"))

@@ -61,7 +61,10 @@ def connect_shared_memory(
     here = communicator.local_ranks[0]
     mesh, axes = communicator.mesh, [message_axis] if message_axis else [*MESH_AXES, *DATA_AXES]
     groups = dict.fromkeys(mesh.group_ranks(mesh_axis, here) for mesh_axis in axes if mesh.size(mesh_axis) > 1)
-    is_wanted = is_wanted and _may_wait(communicator)
+    # A collective holds a thread that runs operations, and what this thread has put off, until all members come: all of a rank
+    # stand on one chain, and it receives one message after the other, so nobody waits for what is held. But ranks of one process
+    # may wait for each other; and there must be another thread.
+    is_wanted = is_wanted and len(communicator.local_ranks) == 1 and operations_at_once() > 1
     with contextlib.ExitStack() as stack:
         offered = {str(ranks): _directory(stack) for ranks in groups if is_wanted and ranks[0] == here}
         answers = store.all_gather("memory", [is_wanted, offered], timeout_seconds)
@@ -87,15 +90,6 @@ def connect_shared_memory(
                 communicator.transports[ranks] = SharedMemory(exchange)
                 _open.add(exchange.peers)
         store.all_gather("memory/connected", "", timeout_seconds)
-
-
-def _may_wait(communicator: Communicator) -> bool:
-    """Whether a collective may hold a thread that runs operations, and what this thread has put off, until all members come.
-
-    All collectives of a rank stand on one chain, so nobody waits for what is held; and of messages a rank receives one after the
-    other. But ranks of one process may wait for each other; and there must be another thread.
-    """
-    return len(communicator.local_ranks) == 1 and operations_at_once() > 1
 
 
 def _directory(stack: contextlib.ExitStack) -> str | None:
