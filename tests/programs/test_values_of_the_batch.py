@@ -219,6 +219,35 @@ def counts_into_a_table(strategy):
     return fitted(strategy, stacked(CountedInto), sgd, 5)
 
 
+class Squares(keras.Model):
+    """What is kept of gradients of weights that a loss reads twice: at stage 3 they are gathered twice, a tape adds both up."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = keras.Sequential([keras.Input((5,)), *[layers.Dense(6, "tanh") for _ in range(4)], layers.Dense(3)])
+        self.kept = [
+            [self.add_weight(shape=v.shape, initializer="zeros", trainable=False) for v in self.net.trainable_variables]
+            for _ in range(3)
+        ]
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.net.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(self.net(x) - y)) + tf.add_n([ops.sum((v - 0.1) ** 2) for v in weights])
+        grads = tape.gradient(loss, weights)
+        for grad, square, largest, average in zip(grads, *self.kept, strict=True):
+            square.assign_add(ops.square(grad))
+            largest.assign(ops.maximum(largest, ops.abs(grad)))
+            average.assign(0.9 * average + 0.1 * grad)
+        self.optimizer.apply(grads, weights)
+        return {"loss": loss, "norm": tf.linalg.global_norm(grads)}
+
+
+def squares_of_gradients(strategy):
+    return fitted(strategy, Squares, sgd, 3)
+
+
 def static_batches(strategy):
     """Batches whose size is known: a number of rows is a constant then."""
     x = rng().normal(size=(24, 5)).astype("float32")
@@ -237,10 +266,11 @@ PROGRAMS = [
     queue_of_keys,
     weights_without_an_optimizer,
     losses_in_variables,
+    squares_of_gradients,
     counts_into_a_table,
     static_batches,
 ]
-QUICK = (counts, queue_of_keys, weights_without_an_optimizer, counts_into_a_table)
+QUICK = (counts, queue_of_keys, weights_without_an_optimizer, squares_of_gradients, counts_into_a_table)
 
 
 @pytest.mark.as_traced

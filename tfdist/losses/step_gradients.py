@@ -133,15 +133,16 @@ def _declare(program: RankProgram, found: Any, sources: Any, how: Callable[[int]
         if not isinstance(placement, Replicate | Shard):
             continue
         part = Partial(how(place)) if isinstance(placement, Replicate) else placement
+        is_sharded = variable is not None and variable.layout.is_data_sharded
         if program.is_eager:
-            is_whole = variable is not None and variable.layout.is_data_sharded
             for x in filter(tf.is_tensor, tf.nest.flatten(grad, expand_composites=True)):
                 if isinstance(placement, Shard):
                     facts.declare(x, placement)
                 elif x.dtype.is_floating:
-                    facts.declare(x, Replicate() if is_whole else part, is_gradient=True)
-        elif tf.is_symbolic_tensor(grad) and program.exists_here(grad):
-            facts.declare(grad, part)
+                    facts.declare(x, Replicate() if is_sharded else part, is_gradient=True)
+        elif tf.is_symbolic_tensor(grad) and program.exists_here(grad):  # what a tape adds up may become sums, each by itself
+            for x in grad.op.inputs if is_sharded and grad.op.type == "AddN" else [grad]:
+                facts.declare(x, part)
 
 
 def _are_same_on_all(program: RankProgram, targets: list[tf.Tensor]) -> bool:
