@@ -240,7 +240,7 @@ def _enter(op: str, x: tf.Tensor, mesh_axis: str) -> tuple[RankProgram, tf.Tenso
 
 
 def watched(program: RankProgram, x: tf.Tensor, ranks: Ranks) -> tf.Tensor:
-    """Returns `x`, which is about to be sent; on the way back of a tape, too, which another one may watch."""
+    """Returns `x`, which is about to be sent, and notes it if a tape watches it: on the way back of another tape, too."""
     if x.dtype.is_floating and (program.outer is not None or tape.tapes_watching([x])):  # none looks into a branch
         program.attachment(watched_groups).add(ranks)
     return x
