@@ -266,17 +266,20 @@ PROGRAMS = [
     queue_of_keys,
     weights_without_an_optimizer,
     losses_in_variables,
-    squares_of_gradients,
     counts_into_a_table,
     static_batches,
 ]
-QUICK = (counts, queue_of_keys, weights_without_an_optimizer, squares_of_gradients, counts_into_a_table)
+QUICK = (counts, queue_of_keys, weights_without_an_optimizer, counts_into_a_table)
 
 
 @pytest.mark.as_traced
 @pytest.mark.parametrize(
     ("program", "zero_stage"),
-    [*stages_in_turns(QUICK), *(exhaustive(p, stage) for p in PROGRAMS if p not in QUICK for stage in range(4))],
+    [
+        *stages_in_turns(QUICK),
+        *stages_in_turns([squares_of_gradients], first=1),
+        *(exhaustive(p, stage) for p in PROGRAMS if p not in QUICK for stage in range(4)),
+    ],
 )
 def test_it_is_one_device(program, zero_stage):
     with warnings.catch_warnings():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -81,14 +82,14 @@ class Totals:
 
     def _reduced_by_size(self, x: tf.Tensor, how: str, label: str) -> tf.Tensor:
         """Reduces a tensor of a size that is the same on all ranks, and known when the step runs; none are no message."""
-        ranks = self._program.group_ranks("data")
+        ranks, flat = self._program.group_ranks("data"), tf.reshape(wide(x), [-1])
+        send = functools.partial(group_ops.all_reduce, self._program, ranks=ranks, reduce_op=how, label=label)
 
-        def total(numbers: tf.Tensor) -> tf.Tensor:  # of a sum, which is its own adjoint
-            given = ops.watched(self._program, numbers, ranks)
-            return with_adjoint(lambda y: group_ops.all_reduce(self._program, y, ranks, how, label), total, given)
+        def summed(numbers: tf.Tensor) -> tf.Tensor:  # its own adjoint, as a maximum is not
+            return with_adjoint(send, summed, ops.watched(self._program, numbers, ranks))
 
-        flat = tf.reshape(wide(x), [-1])
-        return tf.reshape(total(tf.concat([flat, tf.zeros([1], flat.dtype)], 0))[:-1], tf.shape(x))
+        padded = tf.concat([flat, tf.zeros([1], flat.dtype)], 0)
+        return tf.reshape((summed if how == "sum" else send)(padded)[:-1], tf.shape(x))
 
     def _sums(self, tensors: Tensors, are_means: Sequence[bool], label: str) -> list[tf.Tensor]:
         """Returns the sums and the means over all ranks; the first means count the rows of all ranks, too."""
