@@ -155,7 +155,8 @@ def default_cases():
     yield Case(("rmse", "tversky", "cond_of_the_mean", "weighted_by_exponentials"), "eager", "coincide"), 0, 2
     yield Case(("spectrum_of_the_mean",), "eager", "uneven"), 1, 2
     yield Case(("pairs_of_complex_rows", "spectrum_of_the_mean"), "step", "empty"), 3, 2
-    yield Case(("rmse", "dice", "max_of_the_rows", "standardised_rows", "in_batch_negatives"), "pipeline", "uneven"), 3, 4
+    in_a_pipeline = ("rmse", "dice", "max_of_the_rows", "standardised_rows", "in_batch_negatives", "slope_by_a_factor")
+    yield Case(in_a_pipeline, "pipeline", "uneven"), 3, 4
     yield Case(("mean", "covariance", "cond_of_the_mean", "logsumexp_of_tasks", "sorted_rows"), "pipeline", "even"), 1, 2
     yield Case(("masked_mean", "correlation", "where_of_the_mean"), "pipeline_metric", "uneven"), 0, 4
     yield (

@@ -396,7 +396,7 @@ def run_compiled(strategy, functions, form, optimizer, as_metrics=False, kind=Mo
     squares = [lambda y, p: tf.square(y[:, : form.units] - p) for _ in functions]
     with strategy.scope():
         model.append(kind(functions, form))
-        if recomputed and isinstance(strategy, tfdist.ShardedStrategy):
+        if recomputed and isinstance(strategy, (tfdist.ShardedStrategy, tfdist.MultiWorkerShardedStrategy)):
             for function in functions:
                 tfdist.recompute(model[0], f"{function.name}$")
         if as_metrics:
@@ -477,7 +477,7 @@ def run_pipeline(strategy, functions, form, optimizer, as_metrics=False):
         inputs = keras.Input((form.features,))
         hidden = keras.layers.Dense(form.features, "tanh", name="hidden")(inputs)
         model = keras.Model(inputs, [head(function, form)(hidden) for function in functions])
-        if isinstance(strategy, tfdist.ShardedStrategy):
+        if isinstance(strategy, (tfdist.ShardedStrategy, tfdist.MultiWorkerShardedStrategy)):
             owner.append(model)
             model = tfdist.PipelineModel(model, num_microbatches=2)
         if as_metrics:

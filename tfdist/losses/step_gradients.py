@@ -82,7 +82,7 @@ def gradient_of_targets(
     placements = [_placement(step, program, x) for x in targets]
     is_of_examples = tape.in_vectorized_map()  # whose gradients are a rank's own, and of which a mean may be taken behind it
     is_sharded = [v is not None and v.layout.is_data_sharded and not is_of_examples for v in variables]
-    if weights.is_in_loss or not weights.is_of_trainer:
+    if weights.is_in_loss:
         found = taken(output_gradients, began_with=step.weight())
         _declare(program, found, sources, lambda _: How.SUM)
         return found
