@@ -390,13 +390,16 @@ def run_step(kind: type[Model], trains: bool = True, evaluates: bool = False, **
     return run
 
 
+SHARDED = tfdist.ShardedStrategy | tfdist.MultiWorkerShardedStrategy
+
+
 def run_compiled(strategy, functions, form, optimizer, as_metrics=False, kind=Model, recomputed=False):
     model: list[Any] = []
     losses = compiled_losses(functions, form, model)
     squares = [lambda y, p: tf.square(y[:, : form.units] - p) for _ in functions]
     with strategy.scope():
         model.append(kind(functions, form))
-        if recomputed and isinstance(strategy, (tfdist.ShardedStrategy, tfdist.MultiWorkerShardedStrategy)):
+        if recomputed and isinstance(strategy, SHARDED):
             for function in functions:
                 tfdist.recompute(model[0], f"{function.name}$")
         if as_metrics:
@@ -477,7 +480,7 @@ def run_pipeline(strategy, functions, form, optimizer, as_metrics=False):
         inputs = keras.Input((form.features,))
         hidden = keras.layers.Dense(form.features, "tanh", name="hidden")(inputs)
         model = keras.Model(inputs, [head(function, form)(hidden) for function in functions])
-        if isinstance(strategy, (tfdist.ShardedStrategy, tfdist.MultiWorkerShardedStrategy)):
+        if isinstance(strategy, SHARDED):
             owner.append(model)
             model = tfdist.PipelineModel(model, num_microbatches=2)
         if as_metrics:
