@@ -82,7 +82,8 @@ def break_the_watch() -> None:
 
 
 def fit_and_alone(folder: str, act: str, is_known: bool) -> None:
-    """Trains on data whose length is known, or not; and in the second epoch does on this worker what all must do, if anything.
+    """Trains on data whose length is known, or not; and does on this worker what all must do, if anything: in the second epoch,
+    or, a checkpoint, behind the first.
 
     Over gRPC: collectives in shared memory that do not belong together are told at once.
     """
@@ -97,8 +98,11 @@ def fit_and_alone(folder: str, act: str, is_known: bool) -> None:
         model.compile("sgd", training.loss_function())
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(12)
     data = data if is_known else data.filter(lambda x, y: True)
-    acts = {"save": lambda: model.save_weights(f"{folder}/model.weights.h5"), "read": model.get_weights}
-    callbacks = [AtBatch(1, 2, acts[act])] if act else []
+    path = f"{folder}/model.weights.h5"
+    acts = {"save": lambda: model.save_weights(path), "read": model.get_weights}
+    callbacks = [AtBatch(1, 2, acts[act])] if act in acts else []
+    if act == "checkpoint":
+        callbacks = [AtBatch(0, 2, lambda: None), keras.callbacks.ModelCheckpoint(path, save_weights_only=True)]
     model.get_weights()
     model.fit(data, epochs=1000, verbose=0, callbacks=callbacks)
 

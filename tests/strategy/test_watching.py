@@ -126,12 +126,14 @@ def test_python_code_that_draws_the_same_data(tmp_path, way):
     [
         ("save", False, " waits at a point where all workers must meet, save/begin: "),
         exhaustive("save", True, " waits at a point where all workers must meet, save/begin: "),
+        ("checkpoint", True, " waits at a point where all workers must meet, ModelCheckpoint yes: "),
         exhaustive("read", True, " in a program of 1 all_gather that begins with all_gather 'assemble"),
         exhaustive("read", False, " in a program of 1 all_gather that begins with all_gather 'assemble"),
     ],
 )
 def test_what_one_worker_does_alone(tmp_path, act, is_known, words):
-    """The others wait in the next step, or in the message before it: all waited for `step_timeout_seconds`, 600 s."""
+    """The others wait in the next step, or in a message between two, such as that of a metric which a new epoch sets to zero:
+    all waited for `step_timeout_seconds`, 600 s."""
     each = [{"folder": str(tmp_path), "act": act if index == 1 else "", "is_known": is_known} for index in range(3)]
     with workers.job(tmp_path, 3, f"{CASES}:fit_and_alone", each=each) as job:
         codes = end(job, 1)

@@ -6,6 +6,7 @@ With several workers such code runs on every worker, and each must reach it in t
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -80,7 +81,7 @@ class CrossReplica:
         """Sums one `value` per worker over the workers; returns it on this one."""
         members = self._communicator.first_ranks
         emit = functools.partial(group_ops.all_reduce, ranks=members, reduce_op="sum", label=label)
-        return self.call(("workers", label), emit, [value], members, name=label)[0]
+        return self.call(("workers", label), emit, [value], members)[0]
 
     def from_chief(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the first worker's `value` on every worker; the others give one of the same shape and dtype."""
@@ -111,22 +112,22 @@ class CrossReplica:
         return self.call(("from_first_owner", tuple(firsts)), emit, [value], firsts)[0]
 
     def call(
-        self, key: Hashable, emit: Emit, values: Sequence[tf.Tensor], members: Sequence[int] | None = None, name: str = ""
+        self, key: Hashable, emit: Emit, values: Sequence[tf.Tensor], members: Sequence[int] | None = None
     ) -> list[tf.Tensor]:
         """Runs `emit(program, value)` for every local rank (of `members`, if given), which has one of `values`, all at once.
 
-        Eagerly, calls with one key share traced functions, one per shape: it must tell apart what `emit` does. `name` is the
-        program's, where it is the same on all workers that run it.
+        `key` is the same on all workers, and tells apart what `emit` does: eagerly, calls with one key share traced functions,
+        one per shape; workers know the program by it.
         """
         if not tf.executing_eagerly():
-            return self._emit(emit, values, members, name)
+            return self._emit(emit, values, members, _name(key))
         # Concrete functions, because TensorFlow warns of a function that is traced for many shapes.
         specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
-        key = (key, *((tuple(spec.shape), spec.dtype) for spec in specs))
-        if key not in self._functions:
-            traced = tf.function(lambda *values: self._emit(emit, values, members, name), autograph=False)
-            self._functions[key] = traced.get_concrete_function(*specs)
-        return self._functions[key](*values)
+        kind = (key, *((tuple(spec.shape), spec.dtype) for spec in specs))
+        if kind not in self._functions:
+            traced = tf.function(lambda *values: self._emit(emit, values, members, _name(key)), autograph=False)
+            self._functions[kind] = traced.get_concrete_function(*specs)
+        return self._functions[kind](*values)
 
     def _emit(self, emit: Emit, values: Sequence[tf.Tensor], members: Sequence[int] | None, name: str) -> list[tf.Tensor]:
         communicator = self._communicator
@@ -144,6 +145,11 @@ class CrossReplica:
                 results.append(result)
         plan.check_complete()
         return results
+
+
+def _name(key: Hashable) -> str:
+    """Returns the name of the program of `key`, the same on all workers."""
+    return f"cross-replica {zlib.crc32(repr(key).encode())}"
 
 
 def _of_last_pipe_rank(program: RankProgram, value: tf.Tensor, label: str) -> tf.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -35,14 +34,8 @@ def assemble(variable: Any) -> tf.Tensor:
         if where() is Where.SYMBOLIC_BUILD:
             return tf.zeros(layout.shape, variable.dtype)  # a scratch graph, which only wants the shape
         parts = [component.read_value() for component in variable.values]
-        emit, key = functools.partial(gather_whole, layout), ("assemble", layout)
-        return cross_replica_of(variable.distribute_strategy).call(key, emit, parts, name=program_name(*key))[0]
-
-
-@functools.cache
-def program_name(what: str, layout: Layout) -> str:
-    """Returns the same on all workers; of layouts with one name the same ranks have parts."""
-    return f"{what} {zlib.crc32(repr(layout).encode())}"
+        emit = functools.partial(gather_whole, layout)
+        return cross_replica_of(variable.distribute_strategy).call(("assemble", layout), emit, parts)[0]
 
 
 def join(layout: Layout, shard_of: Callable[[int], tf.Tensor]) -> tf.Tensor:

@@ -23,7 +23,7 @@ from tfdist.compression import Compressor
 from tfdist.mesh import Coordinate
 from tfdist.sharding import packing
 from tfdist.sharding.apart import apart
-from tfdist.sharding.assembly import gather_whole, program_name
+from tfdist.sharding.assembly import gather_whole
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.placements import Replicate, Shard
 
@@ -112,7 +112,7 @@ class Residual(tf.train.experimental.PythonState):
     def numpy(self) -> np.ndarray:
         """Returns the sum of what the ranks keep, of the variable's global shape. Of several workers all call it at once."""
         key = ("residual", self._layout)
-        return cross_replica_of(self._strategy).call(key, self._sum, self.numbers(), name=program_name(*key))[0].numpy()
+        return cross_replica_of(self._strategy).call(key, self._sum, self.numbers())[0].numpy()
 
     def _sum(self, program: RankProgram, numbers: tf.Tensor) -> tf.Tensor:
         if self._stores(program.rank):
