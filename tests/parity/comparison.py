@@ -11,7 +11,7 @@ RTOL = 1e-5
 
 
 def assert_same_tree(actual: Any, expected: Any, what: str = "", rtol: float = RTOL) -> None:
-    """Numbers agree to `rtol` of the largest of each array; everything else is equal."""
+    """Numbers agree to `rtol` of the largest of each array, and what is not finite to itself; everything else is equal."""
     if isinstance(expected, dict):
         assert list(actual) == list(expected), f"{what}: {list(actual)} instead of {list(expected)}"
         for key in expected:
@@ -25,7 +25,7 @@ def assert_same_tree(actual: Any, expected: Any, what: str = "", rtol: float = R
     else:
         actual, expected = np.asarray(actual), np.asarray(expected)
         assert actual.shape == expected.shape, what
-        scale = max(np.abs(expected).max(initial=0.0), 1e-2)
+        scale = max(np.abs(expected).max(initial=0.0, where=np.isfinite(expected)), 1e-2)
         np.testing.assert_allclose(actual, expected, rtol=0, atol=rtol * scale, err_msg=what)
 
 

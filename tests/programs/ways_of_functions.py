@@ -576,7 +576,8 @@ def error_of(found: Any, expected: Any) -> tuple[float, str]:
             return float("inf"), f"{name}: {one.shape} instead of {other.shape}"
         if not (np.isfinite(one) == np.isfinite(other)).all():
             return float("inf"), f"{name} is not finite"
-        away = np.abs(one - other).max(initial=0.0) / max(np.abs(other).max(initial=0.0), 1e-2)
+        known = np.isfinite(other)
+        away = np.abs(one - other).max(initial=0.0, where=known) / max(np.abs(other).max(initial=0.0, where=known), 1e-2)
         if away > worst:
             worst, where = float(away), name
     return worst, where
