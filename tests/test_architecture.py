@@ -75,6 +75,7 @@ PRIVATE = {
     "collectives/communicator.py",
     "collectives/transports/shared_memory/python_calls.py",
     "collectives/automatic_order.py",
+    "collectives/calls.py",
     "collectives/nested_functions.py",
     "collectives/where.py",
     "graphs/eager_operations.py",

@@ -5,6 +5,7 @@ A failure here after an upgrade names what changed; the file that uses it is in 
 
 import gc
 import inspect
+import threading
 
 import keras
 import numpy as np
@@ -33,7 +34,7 @@ from tensorflow.python.distribute import (
     values_util,
 )
 from tensorflow.python.eager import record
-from tensorflow.python.eager.polymorphic_function import autograph_util, polymorphic_function
+from tensorflow.python.eager.polymorphic_function import autograph_util, concrete_function, polymorphic_function
 from tensorflow.python.framework import tensor_conversion_registry
 from tensorflow.python.ops import (
     control_flow_util_v2,
@@ -953,23 +954,57 @@ def test_operations_can_be_made_to_wait():
     assert [op.name for op in first.control_inputs] == [second.name]
 
 
-def test_a_function_asks_for_values_when_it_is_called():
-    """collectives/where.py: also of a function that another one calls, and not of loops and branches."""
-    calls = []
+def test_every_call_of_a_function_comes_by_one_method(monkeypatch):
+    """collectives/calls.py: also of a function that another one calls; of loops and branches none does."""
+    called = []
+    original = concrete_function.ConcreteFunction._call_flat
+
+    def noted(self, *args, **kwargs):
+        called.append((self.graph.marked, tf.executing_eagerly()))
+        return original(self, *args, **kwargs)
 
     @tf.function
     def inner():
-        graph = tf.compat.v1.get_default_graph()
-        spec = tf.TensorSpec([], tf.int32)
-        graph.capture_call_time_value(lambda: calls.append(1) or tf.constant(0), spec, key="key", default_value=tf.constant(0))
+        tf.compat.v1.get_default_graph().marked = "inner"
         return tf.constant(1)
 
-    outer = tf.function(lambda: inner() + 1)
-    inner(), inner(), outer(), outer()
-    assert len(calls) == 4
+    @tf.function
+    def outer():
+        tf.compat.v1.get_default_graph().marked = "outer"
+        return inner() + 1
+
+    monkeypatch.setattr(concrete_function.ConcreteFunction, "_call_flat", noted)
+    inner(), inner(), outer(), outer(), outer.get_concrete_function()()
+    assert called == [("inner", True)] * 2 + [("inner", False)] + [("outer", True)] * 3
     kinds = control_flow_v2_func_graphs
     assert issubclass(kinds.WhileBodyFuncGraph, kinds.ControlFlowFuncGraph)
     assert issubclass(kinds.CondBranchFuncGraph, kinds.ControlFlowFuncGraph)
+
+
+def test_a_mutex_is_held_until_it_is_consumed():
+    """collectives/exclusion.py: eagerly as long as the lock is known; a thread that TensorFlow has made is a dummy to Python."""
+    mutex = tf.raw_ops.MutexV2(container="", shared_name="of a test")
+    seen = []
+
+    @tf.function(autograph=False)
+    def note(number):
+        lock = tf.raw_ops.MutexLock(mutex=mutex)
+        with tf.control_dependencies([lock.op]):
+            noted = tf.py_function(lambda x: seen.append(int(x)), [number], [])
+        with tf.control_dependencies([noted]):
+            tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+
+    note(0), note(1)
+    lock = tf.raw_ops.MutexLock(mutex=mutex)
+    thread = threading.Thread(target=note, args=(2,))
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive() and seen == [0, 1]
+    del lock
+    thread.join(60)
+    assert seen == [0, 1, 2]
+    data = tf.data.Dataset.from_generator(lambda: iter([type(threading.current_thread()).__name__]), tf.string)
+    assert next(iter(data)).numpy() == b"_DummyThread"
 
 
 def test_a_variable_without_a_value_stands_for_another(cpus):

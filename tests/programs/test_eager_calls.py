@@ -266,14 +266,24 @@ def test_what_can_be_gathered():
         pass
 
 
-def test_another_thread_keeps_nothing_while_a_step_runs():
+def test_nothing_is_kept_that_was_put_together_while_a_step_ran(monkeypatch):
     strategy = strategy_for(2, 3)
     model = _mlp(strategy)
     kept = strategy.extended.kept_weights
-    kept._writer = -1  # another thread has written
-    model(X)
+    with kept.writing():  # another thread's step
+        model(X)
     assert kept.kept_bytes == 0
-    model.train_on_batch(X, Y)
+    assemble = assembly.join
+
+    def beside_a_step(*args):
+        with kept.writing():
+            pass
+        return assemble(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(assembly, "join", beside_a_step)
+        model(X)
+    assert kept.kept_bytes == 0
     model(X)
     assert kept.kept_bytes == BYTES
 

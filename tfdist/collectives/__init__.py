@@ -3,7 +3,7 @@
 Used inside the function that `strategy.run` runs, for example `tfdist.collectives.all_reduce(x, "data")`.
 """
 
-from tfdist.collectives import activations, nested_functions
+from tfdist.collectives import activations, calls, exclusion, finished_graphs, nested_functions
 from tfdist.collectives.agreement import PlanAgreement
 from tfdist.collectives.automatic_order import exempt_from_automatic_order
 from tfdist.collectives.branches import trace_branches
@@ -23,7 +23,7 @@ from tfdist.collectives.transports.choice import choose_transport
 from tfdist.collectives.transports.kernels import NCCL, RING
 from tfdist.collectives.transports.member_order import find_member_orders, make_groups
 from tfdist.collectives.transports.shared_memory.connect import abort_shared_memory, connect_shared_memory
-from tfdist.collectives.where import Where, at_every_call, current_program, in_loop, rank_program, where
+from tfdist.collectives.where import Where, current_program, in_loop, rank_program, where
 
 # What programs call; the other names are for tfdist's own rooms.
 __all__ = [

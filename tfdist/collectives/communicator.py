@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,7 @@ class Communicator:
         self.programs: list[CollectivePlan] = []  # what was traced; only kept where other workers take part
         self.instance_keys = InstanceKeys()
         self._first_key = next(self._next_key_range)
+        self._lock = threading.Lock()  # of several threads that trace, one makes a token
         groups = [group for mesh_axis in (*MESH_AXES, *DATA_AXES) for group in mesh.groups(mesh_axis)]
         groups.append(self.first_ranks)
         self._group_numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
@@ -114,12 +116,13 @@ class Communicator:
         return self._made(self._message_tokens, rank).handle
 
     def _made(self, tokens: dict[int, tf.Variable], rank: int, *, on_host: bool = False) -> tf.Variable:
-        if rank not in tokens:
-            device = self.mesh.devices[rank]
-            # `ResourceVariable` itself, because `tf.Variable` would ask the active strategy, which mirrors it.
-            with tf.init_scope(), tf.device(host_of(device) if on_host else device):
-                tokens[rank] = resource_variable_ops.ResourceVariable(tf.zeros([], tf.int64), trainable=False)
-        return tokens[rank]
+        with self._lock:
+            if rank not in tokens:
+                device = self.mesh.devices[rank]
+                # `ResourceVariable` itself, because `tf.Variable` would ask the active strategy, which mirrors it.
+                with tf.init_scope(), tf.device(host_of(device) if on_host else device):
+                    tokens[rank] = resource_variable_ops.ResourceVariable(tf.zeros([], tf.int64), trainable=False)
+            return tokens[rank]
 
     def mark_on_host(self, rank: int, operations: Sequence[tf.Operation], kind: str) -> tf.Operation:
         """Emits an operation on the host that runs when `rank`'s device has done `operations`, and all that it had queued before.

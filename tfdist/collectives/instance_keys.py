@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ class InstanceKeys:
     def __init__(self) -> None:
         self._keys: dict[tuple[Any, ...], int] = {}
         self._taken: set[int] = set()
+        self._lock = threading.Lock()  # several threads may trace: one kind must not get two keys
 
     def key(self, record: CollectiveRecord, number: int = 0) -> int:
         """Returns the key of `record`; the first of `KEYS_PER_COLLECTIVE` where its length is known at run time only.
@@ -41,9 +43,10 @@ class InstanceKeys:
         `number` tells those of one kind apart that may be under way at once.
         """
         kind = (*record.kind, number) if number else record.kind
-        if kind not in self._keys:
-            self._keys[kind] = self._free_key(kind, None in record.shape)
-        return self._keys[kind]
+        with self._lock:
+            if kind not in self._keys:
+                self._keys[kind] = self._free_key(kind, None in record.shape)
+            return self._keys[kind]
 
     def _free_key(self, kind: tuple[Any, ...], is_dynamic: bool) -> int:
         number = int.from_bytes(hashlib.sha256(repr(kind).encode()).digest()[:8], "big")

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Hashable
-from typing import Any
 
 import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from tensorflow.python.distribute import distribute_lib
-from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import control_flow_v2_func_graphs
 
 from tfdist import errors
@@ -94,32 +91,6 @@ def is_traced_rank_thread() -> bool:
     """Whether this thread traces a rank, also where it has left the rank for eager code (`tf.init_scope`)."""
     program: RankProgram | None = getattr(tf.distribute.get_replica_context(), PROGRAM_ATTRIBUTE, None)
     return program is not None and not program.is_eager
-
-
-def at_every_call(function: Callable[[], None], key: Hashable) -> None:
-    """Has `function` called each time that the `tf.function` which is traced here is called, before it runs.
-
-    With one `key` the first function counts. Where no function is traced nothing is done.
-    """
-    # Loops and branches ask for no values when they run.
-    graph = next(x for x in graphs_here() if not isinstance(x, control_flow_v2_func_graphs.ControlFlowFuncGraph))
-    if not isinstance(graph, func_graph.FuncGraph) or key in graph._function_captures.by_ref_internal:
-        return
-
-    def called() -> list[tf.Tensor]:
-        if tf.executing_eagerly():
-            function()
-        else:
-            at_every_call(function, key)  # by a function that is traced, perhaps in a loop of it
-        return [tf.constant(0)]
-
-    with tf.init_scope():
-        saved = tf.constant(0)  # what a SavedModel has in its place
-    internal = graph.capture_call_time_value(lambda: saved, tf.TensorSpec([], tf.int32), key=key, default_value=saved)
-    captures = graph._function_captures
-    asked: Any = called
-    asked.output_spec = captures.by_ref_tracetype[key]
-    captures.add_or_replace(key=key, external=asked, internal=internal, tracetype=asked.output_spec, is_by_ref=True)
 
 
 def _program_here() -> RankProgram | None:

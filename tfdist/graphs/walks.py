@@ -61,6 +61,11 @@ def line_of_user(graph: tf.Graph, what: str) -> str:
         operation = graph.get_operation_by_name(parts[1])
     except (IndexError, KeyError, ValueError):
         return ""
+    return line_of(operation)
+
+
+def line_of(operation: tf.Operation) -> str:
+    """Returns " (file, line)" of the user's code that made `operation`; "" where that is not known."""
     frames = [frame for frame in operation.traceback or () if not any(one in frame.filename for one in _LIBRARIES)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import config
 from tensorflow.python.framework import tensor_conversion_registry
 
-from tfdist.collectives import Where, nested_functions, rank_program, trace_branches, where
+from tfdist.collectives import Where, calls, nested_functions, rank_program, trace_branches, where
 from tfdist.graphs import tape
 from tfdist.graphs.frames import is_asked_by_keras
 from tfdist.keras_hooks.table import is_users, replaces
@@ -85,6 +85,13 @@ def _call(original: Callable[..., Any], self: Any, *args: Any, **kwds: Any) -> A
     except tf.errors.ResourceExhaustedError as error:
         out_of_memory.explain(self, error)
         raise
+
+
+@replaces("tensorflow.python.eager.polymorphic_function.concrete_function.ConcreteFunction", "_call_flat")
+def _call_flat(original: Callable[..., Any], self: Any, tensor_inputs: Any, captured_inputs: Any) -> Any:
+    """What a function writes is not to be kept from before its call, and threads that send something take turns: TensorFlow tells
+    nobody of a call."""
+    return calls.call(self, lambda: original(self, tensor_inputs, captured_inputs))
 
 
 @replaces("tensorflow.name_scope", "__init__")

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, Where, cross_replica_of, group_ops, where
+from tfdist.collectives import RankProgram, Where, cross_replica_of, exclusion, group_ops, where
 from tfdist.graphs import tape
 from tfdist.mesh import Coordinate
 from tfdist.sharding import packing
@@ -29,7 +29,7 @@ def assemble(variable: Any) -> tf.Tensor:
     with tape.stop_recording():
         layout = variable.layout
         if not is_elsewhere(variable):
-            with tf.device(variable.values[0].device):
+            with tf.device(variable.values[0].device), exclusion.alone():
                 return join(layout, lambda rank: _read(variable.component(rank)))
         if where() is Where.SYMBOLIC_BUILD:
             return tf.zeros(layout.shape, variable.dtype)  # a scratch graph, which only wants the shape

@@ -7,11 +7,9 @@
 
 Note: how a write is noticed. Shards are variables of a class of their own, which tells of every assignment, and an optimizer's
 step tells of itself (it may write by handles, in functions that ranks share). What runs eagerly drops the value at once. What is
-traced has a function drop it each time it is called, before it runs, by a value that TensorFlow asks for when it calls a function
-(`FuncGraph.capture_call_time_value`); functions that call it ask for it, too.
+traced has it dropped around each call of its function: see `calls`.
 
-Note: threads. While one thread runs a step another could read weights of which some have been updated, and keep the mixture for
-ever. So a thread keeps nothing when another one has written last.
+Note: threads. A value that one thread puts together while another is in a call that may write is not kept.
 
 Note: several workers. To assemble is a collective there, which all must join, so whether a value is kept must not depend on
 anything in which workers may differ, such as when Python frees a model. There weights are kept in `strategy.gathered` only.
@@ -32,7 +30,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import at_every_call, rank_program
+from tfdist.collectives.calls import around_calls
 from tfdist.sharding import keras_scope
 from tfdist.sharding.assembly import is_elsewhere
 from tfdist.sharding.watched_writes import watch_writes
@@ -49,7 +47,9 @@ class KeptWeights:
         self._limit_bytes = limit_bytes
         self._values: dict[int, tuple[tf.Tensor, int]] = {}  # and their bytes, by the variable's number
         self._gathered: collections.Counter[int] = collections.Counter()  # how many blocks of `gathered` a variable is in
-        self._writer: int | None = None  # the thread that has written last
+        self._lock = threading.RLock()
+        self._writers = 0  # how many blocks that may write are entered
+        self._writes = 0  # and how many have ended
         self.kept_bytes = 0
 
     def read(self, variable: Any, assemble: Callable[[Any], tf.Tensor]) -> tf.Tensor:
@@ -58,15 +58,16 @@ class KeptWeights:
             return assemble(variable)
         if (kept := self._values.get(variable.number)) is not None:
             return kept[0]
+        before = self._writes
         value, size = assemble(variable), math.prod(variable.layout.shape) * variable.dtype.size
-        if self._may_keep(variable, size):
-            self._values[variable.number] = value, size
-            self.kept_bytes += size
+        with self._lock:
+            if before == self._writes and not self._writers and self._may_keep(variable, size):
+                self.forget(variable.number)
+                self._values[variable.number] = value, size
+                self.kept_bytes += size
         return value
 
     def _may_keep(self, variable: Any, size: int) -> bool:
-        if self._writer not in (None, threading.get_ident()):
-            return False
         if self._gathered[variable.number]:
             return True
         is_called = keras_scope.current_layer() is not None  # else it is saved, or looked at, once
@@ -74,8 +75,9 @@ class KeptWeights:
 
     def forget(self, number: int) -> None:
         """Drops the value of the variable of this number, which is gone, or out of `gathered`."""
-        _, size = self._values.pop(number, (None, 0))
-        self.kept_bytes -= size
+        with self._lock:
+            _, size = self._values.pop(number, (None, 0))
+            self.kept_bytes -= size
 
     @contextlib.contextmanager
     def gathered(self, variables: Sequence[Any]) -> Iterator[None]:
@@ -93,23 +95,33 @@ class KeptWeights:
                 if not self._gathered[number]:
                     self.forget(number)
 
-    def expect_writes(self) -> None:
-        """From now on this thread may keep values, no other: it runs what may write."""
-        self._writer = threading.get_ident()
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """A block that may write: meanwhile nothing is kept."""
+        with self._lock:
+            self._writers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._writers -= 1
+                self._writes += 1
+
+    @contextlib.contextmanager
+    def written(self, number: int | None = None) -> Iterator[None]:
+        """A block that writes the variable of this number, whose value it drops; None: some or all."""
+        with self.writing():
+            self.drop(number)
+            yield
 
     def drop(self, number: int | None = None) -> None:
         """Drops the value of the variable of this number; None: all."""
-        if rank_program() is None:  # else it is a thread of a rank; that of the run has been noted
-            self.expect_writes()
         for dropped in [number] if number is not None else list(self._values):
             self.forget(dropped)
 
-    def drop_at_write(self, number: int | None = None) -> None:
-        """Notes that what is traced or runs here writes the variable of this number; None: some or all."""
-        if tf.executing_eagerly():
-            self.drop(number)
-        else:
-            at_every_call(functools.partial(self.drop, number), key=(KeptWeights, id(self), number))
+    def written_at_calls(self, number: int | None = None) -> None:
+        """Notes that what is traced here writes the variable of this number; None: some or all."""
+        around_calls(functools.partial(self.written, number), key=(KeptWeights, id(self), number))
 
 
 def sharded_parameters(what: Iterable[Any]) -> list[Any]:
@@ -134,6 +146,11 @@ def watch(variable: Any) -> None:
 
 def _drop_first(shard: tf.Variable, write: Callable[[], Any]) -> Any:
     whole = shard.handle._distributed_container()
-    if whole is not None:
-        whole.distribute_strategy.extended.kept_weights.drop_at_write(whole.number)
-    return write()
+    if whole is None:
+        return write()
+    kept: KeptWeights = whole.distribute_strategy.extended.kept_weights
+    if not tf.executing_eagerly():
+        kept.written_at_calls(whole.number)
+        return write()
+    with kept.written(whole.number):
+        return write()

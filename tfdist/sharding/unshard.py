@@ -124,7 +124,8 @@ class UnshardSchedule(OfBranch):
         self._order.has_written = True
         if self._program.outer is not None:
             self._program.outer.attachment(UnshardSchedule).invalidate()
-        tf.distribute.get_strategy().extended.kept_weights.drop_at_write()
+        kept = tf.distribute.get_strategy().extended.kept_weights
+        kept.drop() if self._program.is_eager else kept.written_at_calls()
 
     def has_gradient(self, variable: Any) -> bool:
         """Whether a tape of this trace was asked for the gradient of `variable`."""

@@ -75,17 +75,17 @@ class ShardedExtendedMixin(VariableCreation):
             return self._as_graph_function(fn)(*(args or ()), **(kwargs or {}))
         communicator = self.communicator
         if tf.executing_eagerly():
-            self.kept_weights.expect_writes()
             plan = CollectivePlan(communicator.mesh.world_size, communicator.local_ranks, communicator.mesh.hosts)
             eager_program = functools.partial(EagerProgram, communicator, plan=plan, cross_replica=self.cross_replica)
             try:
-                return self._run_ranks(fn, args, kwargs, plan, eager_program)
+                with self.kept_weights.writing():
+                    return self._run_ranks(fn, args, kwargs, plan, eager_program)
             except tf.errors.ResourceExhaustedError as error:
                 out_of_memory.explain(fn, error)
                 raise
         fn = autograph.tf_convert(fn, ag_ctx.control_status_ctx())
         args, kwargs = tf.nest.map_structure(_without_static_none, (args, kwargs))
-        plan = communicator.new_plan()
+        plan, began = communicator.new_plan(), tape.operations_so_far()
         graph = tf.compat.v1.get_default_graph()
         program_of = functools.partial(RankProgram, communicator, graph=graph, plan=plan)
         collects = gc.isenabled()
@@ -94,6 +94,10 @@ class ShardedExtendedMixin(VariableCreation):
             result = self._run_ranks(fn, args, kwargs, plan, program_of)
         finally:
             gc.enable() if collects else None
+        collectives.finished_graphs.check_at_call(graph)
+        if not self.cross_replica.is_multi_worker:
+            given = tf.nest.flatten((args, kwargs), expand_composites=True)
+            collectives.exclusion.let_wait(began, [x for x in given if tf.is_symbolic_tensor(x)], is_step=True)
         self._check_agreement(plan)
         give_back_free_memory()
         return result

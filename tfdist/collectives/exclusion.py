@@ -1,0 +1,72 @@
+"""Threads of one process that run steps: the collectives of one begin when those of another are over.
+
+A web service predicts in several threads, an actor plays while a learner trains. Two steps at once would have two collectives of
+one key under way, and a weight would be put together of shards from before an update and from behind it.
+
+    step        waits for its data, then for the mutex; its first read of a variable waits for that, and the mutex is given back
+                behind its last operation with one
+    reading     of shards, eagerly or in a function outside replicas: likewise
+
+Note: in the graph. A lock of Python's around the call would be held while the step waits for its data: for ever, where a
+generator calls the model to make them.
+
+Note: no circle. Within a function a mutex is locked in the order of tracing, as all that uses one resource is, and what stands
+behind the k-th lock needs nothing of what stands behind a later one.
+
+Over several workers their order counts, too: see `turns`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from tfdist.graphs import tape
+
+_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
+
+
+@functools.cache
+def _mutex() -> tf.Tensor:
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.raw_ops.MutexV2(container="", shared_name="tfdist")
+
+
+def let_wait(since: int, after: Sequence[tf.Tensor] = (), *, is_step: bool = False) -> None:
+    """Lets what uses a variable, of all that was made in this graph since `tape.operations_so_far()` was `since`, run alone.
+
+    It waits `after` these tensors for its turn. A step that reads only, and sends nothing, may run beside others.
+    """
+    users = [operation for operation in tape.operations_since(since) if any(x.dtype == tf.resource for x in operation.inputs)]
+    if users and not (is_step and all(user.type in _READS for user in users)):
+        with tf.device("CPU:0"):
+            with tf.control_dependencies(list(after)):
+                lock = tf.raw_ops.MutexLock(mutex=_mutex())
+            for user in users:
+                user._add_control_inputs([lock.op])  # noqa: SLF001
+            with tf.control_dependencies(users):
+                tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """A block whose reads of variables no step of another thread stands between, eager or traced.
+
+    A thread of TensorFlow's own does not wait: it runs Python code that a step may wait for.
+    """
+    if not tf.executing_eagerly():
+        since = tape.operations_so_far()
+        yield
+        let_wait(since)
+    elif isinstance(threading.current_thread(), threading._DummyThread):  # noqa: SLF001
+        yield
+    else:
+        lock = tf.raw_ops.MutexLock(mutex=_mutex())
+        try:
+            yield
+        finally:
+            del lock
