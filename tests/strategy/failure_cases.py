@@ -38,6 +38,11 @@ class AtBatch(keras.callbacks.Callback):
             self._act()
 
 
+def heed_ctrl_c() -> None:
+    """Lets SIGINT interrupt this process: a shell's background jobs, and so their children, ignore it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -171,6 +176,7 @@ def fit_and(act: str, epochs: int = 1000, grace_seconds: float = 12.0, **timeout
 
 def connect_and(act: str) -> None:
     """Connects to the others; the worker does `act`, if any, when it has found them, and TensorFlow's servers are to meet."""
+    heed_ctrl_c()
     if act:
         enable = coordination.enable_collective_ops
 
@@ -192,7 +198,7 @@ def wait_for_data(does_wait: bool, **timeouts: float) -> list[Any]:
 
     Returns the programs that ranks were in after each epoch.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and so their children, ignore it
+    heed_ctrl_c()
     strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=0, **timeouts)
     x, y = training.vectors()
 
