@@ -955,7 +955,7 @@ def test_operations_can_be_made_to_wait():
 
 
 def test_every_call_of_a_function_comes_by_one_method(monkeypatch):
-    """collectives/calls.py: also of a function that another one calls; of loops and branches none does."""
+    """graphs/calls.py: also of a function that another one calls; of loops and branches none does."""
     called = []
     original = concrete_function.ConcreteFunction._call_flat
 

@@ -14,6 +14,7 @@ from tensorflow.python.ops import resource_variable_ops
 from tfdist.collectives.instance_keys import InstanceKeys
 from tfdist.collectives.plan import CollectivePlan, Ranks
 from tfdist.mesh import DATA_AXES, MESH_AXES, DeviceMesh
+from tfdist.runtime import Turns
 
 if TYPE_CHECKING:
     from tfdist.collectives.transports.transport import MessageTransport, Transport
@@ -57,6 +58,7 @@ class Communicator:
         self.message_transports: dict[int, MessageTransport] = {}
         self.member_orders: dict[Ranks, list[int]] = {}  # see `transports.member_order`
         self.programs: list[CollectivePlan] = []  # what was traced; only kept where other workers take part
+        self.turns: Turns | None = None  # of threads, where other workers take part
         self.instance_keys = InstanceKeys()
         self._first_key = next(self._next_key_range)
         self._lock = threading.Lock()  # of several threads that trace, one makes a token

@@ -22,8 +22,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives.calls import around_calls
 from tfdist.graphs import tape
+from tfdist.graphs.calls import around_calls
 from tfdist.graphs.walks import line_of
 
 _KEYS = ("group_key", "instance_key")

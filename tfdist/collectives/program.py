@@ -18,6 +18,8 @@ from tfdist.collectives.instance_keys import log2_ceiling
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord, Ranks, TensorLike
 from tfdist.collectives.side_chain import SideChain
 from tfdist.graphs import tape
+from tfdist.graphs.calls import around_calls
+from tfdist.graphs.walks import graphs_here
 from tfdist.mesh import are_cpus
 
 if TYPE_CHECKING:
@@ -25,14 +27,6 @@ if TYPE_CHECKING:
     from tfdist.collectives.transports.transport import Transport
 
 PROGRAM_ATTRIBUTE = "_tfdist_program"  # of a replica context
-
-
-def graphs_here() -> Iterator[tf.Graph]:
-    """Yields the graph that is being traced, and those around it."""
-    graph = tf.compat.v1.get_default_graph()
-    while graph is not None:
-        yield graph
-        graph = getattr(graph, "outer_graph", None)
 
 
 class NotOnTrialError(Exception):
@@ -384,6 +378,8 @@ class RankProgram:
     def _mark_start(self) -> None:
         if self.communicator.is_multi_worker and not self._is_marked:
             self._is_marked = True
+            if self.communicator.turns is not None:
+                around_calls(self.communicator.turns.taken, key="turn")
             self._mark(ends=False)
 
     def _mark(self, *, ends: bool) -> tf.Operation:

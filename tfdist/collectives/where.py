@@ -15,7 +15,8 @@ from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.ops import control_flow_v2_func_graphs
 
 from tfdist import errors
-from tfdist.collectives.program import PROGRAM_ATTRIBUTE, RankProgram, graphs_here
+from tfdist.collectives.program import PROGRAM_ATTRIBUTE, RankProgram
+from tfdist.graphs.walks import graphs_here
 
 _LOOPS = (control_flow_v2_func_graphs.WhileBodyFuncGraph, control_flow_v2_func_graphs.WhileCondFuncGraph)
 

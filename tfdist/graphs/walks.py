@@ -54,6 +54,14 @@ def before(tensor: tf.Tensor) -> Iterator[tf.Tensor]:
     return reached([tensor], lambda x: x.op.inputs)
 
 
+def graphs_here() -> Iterator[tf.Graph]:
+    """Yields the graph that is being traced, and those around it."""
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        yield graph
+        graph = getattr(graph, "outer_graph", None)
+
+
 def line_of_user(graph: tf.Graph, what: str) -> str:
     """Returns " (file, line)" of the code that made the operation whose quoted name ends `what`; "" where that is not known."""
     parts = what.split("'")

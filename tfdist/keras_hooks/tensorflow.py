@@ -10,8 +10,8 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import config
 from tensorflow.python.framework import tensor_conversion_registry
 
-from tfdist.collectives import Where, calls, nested_functions, rank_program, trace_branches, where
-from tfdist.graphs import tape
+from tfdist.collectives import Where, nested_functions, rank_program, trace_branches, where
+from tfdist.graphs import calls, tape
 from tfdist.graphs.frames import is_asked_by_keras
 from tfdist.keras_hooks.table import is_users, replaces
 from tfdist.layers import randomness

@@ -150,7 +150,8 @@ class FailureWatch:
         if awaited is not None:
             what = f"did not come to where others waited for it{self._standing(awaited)}; {message}"
             failure = Failure(awaited, what, is_of_program=True)
-        self._raised = awaited is None
+        # What another thread raises ends that thread alone.
+        self._raised = awaited is None and threading.current_thread() is threading.main_thread()
         self._learn(failure)
 
     def compare(self, key: str, value: Any, difference: coordination.Difference) -> None:

@@ -30,7 +30,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives.calls import around_calls
+from tfdist.graphs.calls import around_calls
 from tfdist.sharding import keras_scope
 from tfdist.sharding.assembly import is_elsewhere
 from tfdist.sharding.watched_writes import watch_writes

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import control_flow_v2_func_graphs
 
-from tfdist.collectives.program import graphs_here
+from tfdist.graphs.walks import graphs_here
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
 

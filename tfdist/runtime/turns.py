@@ -1,0 +1,71 @@
+"""Threads of a worker that run programs of collectives: in one order on all workers, or refused.
+
+the same thread as before       nothing
+another thread, between calls   the workers meet: all hand over after the same call
+another thread, beside a call   refused: nobody knows which one comes first on another worker
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from tfdist.runtime.coordination import Coordination
+
+_FIX = (
+    "Let one thread run what trains, evaluates, predicts or reads weights, and give it the others' work in an order that is the "
+    "same on every worker; or predict in a job of its own, of one process."
+)
+_helping = threading.local()
+
+
+def help_another() -> None:
+    """Notes that this thread does another one's work, which waits for it: it needs no turn of its own."""
+    _helping.is_so = True
+
+
+class Turns:
+    """Whose turn it is on this worker."""
+
+    def __init__(self, coordination: Coordination, timeout_seconds: float):
+        self._coordination = coordination
+        self._timeout = timeout_seconds
+        self._lock = threading.Lock()
+        self._last: threading.Thread | None = None
+        self._inside = 0  # how many calls of its, one within another
+        self._calls = 0
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """A block in which this thread calls a program of collectives.
+
+        Raises:
+            RuntimeError: another thread is in one; or another worker hands over elsewhere.
+        """
+        if getattr(_helping, "is_so", False):
+            yield
+            return
+        here = threading.current_thread()
+        with self._lock:
+            other = self._last if self._inside and self._last is not here else None
+            is_handed_over = other is None and self._last not in (None, here)
+            if other is None:
+                self._last, self._inside, self._calls = here, self._inside + 1, self._calls + 1
+        if other is not None:
+            self._fail(f"runs a program of collectives in the thread {here.name!r} while the thread {other.name!r} is in one")
+        try:
+            if is_handed_over:
+                number = str(self._calls)
+                numbers = self._coordination.meet("a step of another thread than the last one", number, self._timeout)
+                if any(one != number for one in numbers):
+                    self._fail(f"has run {number} programs when another thread takes over, other workers {numbers}")
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+
+    def _fail(self, what: str) -> None:
+        self._coordination.fail(
+            f"Threads must take turns in one order on all workers, but {self._coordination.cluster.task} {what}.", fix=_FIX
+        )
