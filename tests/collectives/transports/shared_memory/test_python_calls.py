@@ -1,6 +1,7 @@
 """Python functions as operations."""
 
 import threading
+import time
 
 import ml_dtypes
 import numpy as np
@@ -73,6 +74,24 @@ def test_what_is_filled_is_what_is_read(counter, dtype, shape):
     [found] = traced(lambda x: emit(counter, fill, [x], [(shape, tf.as_dtype(dtype))]), SPEC)(tf.ones([1, 2]))
     assert found.shape == shape and found.dtype == dtype and aligned == [True]
     np.testing.assert_array_equal(np.asarray(found.numpy()), expected)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), None])
+@pytest.mark.parametrize("between", [tf.identity, lambda x: tf.reshape(x, [-1]), lambda x: tf.expand_dims(x, 0), tf.transpose])
+@pytest.mark.parametrize(("wide", "narrow"), [("int32", "uint8"), ("float32", "float16"), ("int64", "float32")])
+def test_a_cast_waits_for_what_is_filled(counter, shape, between, wide, narrow):
+    """The graph optimizer puts a cast to fewer bytes before what only hands values on: there it read what was not filled yet."""
+
+    def fill(x, found):
+        time.sleep(0.02)
+        found[...] = 7
+
+    def run(x):
+        [found] = emit(counter, fill, [x], [(tf.shape(x)[:1] if shape is None else shape, tf.as_dtype(wide))])
+        return tf.cast(between(found), narrow)
+
+    for _ in range(3):
+        assert (traced(run, SPEC)(tf.ones([4, 2])).numpy() == 7).all()
 
 
 def test_each_function_is_one_of_its_own_and_calls_are_not_merged(counter):

@@ -79,11 +79,10 @@ def call_python(
         buffers = [_uninitialized(program, shape, dtype) for shape, dtype in results]
     (done,) = tf.raw_ops.PyFuncStateless(input=[*inputs, *buffers], token=token, Tout=[tf.int64])
     tf.raw_ops.AssignAddVariableOp(resource=counter, value=done)
+    # No identity, nor a reshape: of these the graph optimizer puts a cast that follows before them, where it waits for nothing.
     with tf.control_dependencies([done]):
-        return [
-            tf.reshape(buffer, []) if _is_scalar(shape) else tf.identity(buffer)
-            for buffer, (shape, _) in zip(buffers, results, strict=True)
-        ]
+        filled = [tf.raw_ops.EnsureShape(input=buffer, shape=buffer.shape) for buffer in buffers]
+    return [tf.reshape(x, []) if _is_scalar(shape) else x for x, (shape, _) in zip(filled, results, strict=True)]
 
 
 def _uninitialized(program: RankProgram, shape: Any, dtype: tf.DType) -> tf.Tensor:
