@@ -13,6 +13,7 @@ from tensorflow.python.ops import resource_variable_ops
 
 from tfdist.collectives.instance_keys import InstanceKeys
 from tfdist.collectives.plan import CollectivePlan, Ranks
+from tfdist.graphs.calls import around_calls
 from tfdist.mesh import DATA_AXES, MESH_AXES, DeviceMesh
 from tfdist.runtime import Turns
 
@@ -72,6 +73,11 @@ class Communicator:
         self._running: dict[int, tf.Variable] = {}  # the number of each rank's program
         self._started: dict[int, tf.Variable] = {}  # how many each has started
         self._completed: dict[int, dict[int, tf.Variable]] = {}  # how often each has come to the end of one, by its number
+
+    def turn_at_calls(self) -> None:
+        """Lets each call of what is traced here, a program in which all workers have a part, take a turn: see `Turns`."""
+        if self.turns is not None:
+            around_calls(self.turns.taken, key="turn")
 
     @property
     def is_multi_worker(self) -> bool:

@@ -133,6 +133,8 @@ class CrossReplica:
         communicator = self._communicator
         ranks = [rank for rank in communicator.local_ranks if members is None or rank in members]
         plan = communicator.new_plan(name)
+        if members is None or tuple(members) == communicator.first_ranks:
+            communicator.turn_at_calls()
         results = []
         for rank, value in zip(ranks, values, strict=True):
             program = RankProgram(communicator, rank, tf.compat.v1.get_default_graph(), plan, [value])

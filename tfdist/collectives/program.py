@@ -18,7 +18,6 @@ from tfdist.collectives.instance_keys import log2_ceiling
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord, Ranks, TensorLike
 from tfdist.collectives.side_chain import SideChain
 from tfdist.graphs import tape
-from tfdist.graphs.calls import around_calls
 from tfdist.graphs.walks import graphs_here
 from tfdist.mesh import are_cpus
 
@@ -378,8 +377,6 @@ class RankProgram:
     def _mark_start(self) -> None:
         if self.communicator.is_multi_worker and not self._is_marked:
             self._is_marked = True
-            if self.communicator.turns is not None:
-                around_calls(self.communicator.turns.taken, key="turn")
             self._mark(ends=False)
 
     def _mark(self, *, ends: bool) -> tf.Operation:

@@ -219,6 +219,14 @@ class Coordination:
         """Ends the job where `difference` has words for another worker's value of `key`; waits for nobody. For any thread."""
         self._watch.compare(f"{self._prefix}/{key}", value, difference)
 
+    def tell_written(self, number: int, written: list[Any]) -> None:
+        """Tells the others what this worker has assigned before its program `number`: see `outside_writes`."""
+        self._watch.tell_written(self._prefix, number, written)
+
+    def hear_written(self, heard: Callable[[int, int, list[Any]], str]) -> None:
+        """Has `heard(worker, number, written)` called, in another thread, for what others tell; the job ends with its words."""
+        self._watch.hears_written[self._prefix] = heard
+
     def fail(self, expected: str, *, fix: str = _SAME_PROGRAM, awaited: int | None = None) -> NoReturn:
         """Raises RuntimeError with this text, as `errors.message`, after telling the other workers: the job cannot go on.
 

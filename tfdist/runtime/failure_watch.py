@@ -93,6 +93,7 @@ class FailureWatch:
         self._peers = Peers()
         self._beats: dict[int, Word] = {}  # the last word of each other worker about itself
         self._compared: collections.OrderedDict[str, coordination.Difference] = collections.OrderedDict()
+        self.hears_written: dict[str, Callable[[int, int, list[Any]], str]] = {}  # by strategy
         self._ended: dict[int, float] = {}  # whose programs have ended, and when
         self.watched: list[Watched] = []  # strategies; all workers add theirs in the same order
         self._idle_since = time.monotonic()
@@ -164,6 +165,10 @@ class FailureWatch:
             self._compared.popitem(last=False)
         self._peers.tell({"same": [key, value]})
 
+    def tell_written(self, prefix: str, number: int, written: list[Any]) -> None:
+        """Tells the others what this worker has assigned before the program `number` of the strategy of `prefix`."""
+        self._peers.tell({"written": [prefix, number, written]})
+
     # The thread
 
     def _watch(self) -> None:
@@ -207,6 +212,10 @@ class FailureWatch:
             key, value = word["same"]
             difference = self._compared.get(key)  # in one step: another thread may forget it
             words = "" if difference is None else difference(index, value)
+            return Failure(None, words, is_of_program=True) if words and not self._is_ending else None
+        if "written" in word:
+            prefix, number, written = word["written"]
+            words = self.hears_written[prefix](index, number, written) if prefix in self.hears_written else ""
             return Failure(None, words, is_of_program=True) if words and not self._is_ending else None
         if "beat" in word:
             self._beats[index] = word["beat"]

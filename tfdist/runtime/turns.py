@@ -12,8 +12,9 @@ import threading
 from collections.abc import Iterator
 
 from tfdist.runtime.coordination import Coordination
+from tfdist.runtime.outside_writes import FIX, OutsideWrites
 
-_FIX = (
+_IN_TURN = (
     "Let one thread run what trains, evaluates, predicts or reads weights, and give it the others' work in an order that is the "
     "same on every worker; or predict in a job of its own, of one process."
 )
@@ -26,10 +27,16 @@ def help_another() -> None:
 
 
 class Turns:
-    """Whose turn it is on this worker."""
+    """Whose turn it is on this worker.
+
+    Attributes:
+        writes: what was assigned outside of steps.
+    """
 
     def __init__(self, coordination: Coordination, timeout_seconds: float):
         self._coordination = coordination
+        self.writes = OutsideWrites(coordination.cluster, coordination.tell_written)
+        coordination.hear_written(self.writes.heard)
         self._timeout = timeout_seconds
         self._lock = threading.Lock()
         self._last: threading.Thread | None = None
@@ -60,6 +67,8 @@ class Turns:
                 numbers = self._coordination.meet("a step of another thread than the last one", number, self._timeout)
                 if any(one != number for one in numbers):
                     self._fail(f"has run {number} programs when another thread takes over, other workers {numbers}")
+            if words := self.writes.begin(self._calls):
+                self._coordination.fail(words, fix=FIX)
             yield
         finally:
             with self._lock:
@@ -67,5 +76,5 @@ class Turns:
 
     def _fail(self, what: str) -> None:
         self._coordination.fail(
-            f"Threads must take turns in one order on all workers, but {self._coordination.cluster.task} {what}.", fix=_FIX
+            f"Threads must take turns in one order on all workers, but {self._coordination.cluster.task} {what}.", fix=_IN_TURN
         )

@@ -8,6 +8,7 @@ exception to a variable being a `ShardedVariable`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from tensorflow.python.distribute import distribute_lib, values, values_util
 from tensorflow.python.trackable import base as trackable
 
 from tfdist.collectives import Where, cross_replica_of, where
+from tfdist.graphs.calls import around_calls
 from tfdist.mesh import DeviceMesh
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.placements import Partial, Placement, Replicate
@@ -48,6 +50,23 @@ class AsNumber:
 
     def __bool__(self) -> bool:
         return bool(self.numpy())
+
+
+def note_from_outside(variable: Any, value: Any, *, is_read: bool = False) -> None:
+    """Notes that `value` is assigned to `variable` outside of steps, where other workers must assign the same.
+
+    Of what a function computes, of what all hold, the assignment counts, not the value; unless it `is_read` from a file there.
+    """
+    turns = variable.distribute_strategy.extended.communicator.turns
+    if turns is None:
+        return
+    name = variable.name.partition("/shard_")[0].partition(":")[0]
+    if tf.executing_eagerly() and not isinstance(value, tf.distribute.DistributedValues):
+        turns.writes.note(name, value)
+    elif is_read:
+        tf.numpy_function(functools.partial(turns.writes.note, name), [value], [])
+    elif not tf.executing_eagerly():
+        around_calls(functools.partial(turns.writes.noted, name), key=("written", id(variable)))
 
 
 class _WithLayout(AsNumber, _Variable):
@@ -83,6 +102,10 @@ class ReplicatedMirroredVariable(_WithLayout, values.MirroredVariable):
 
         return update(value) if self.is_of_keras else self.update_of_users(self, value, update)
 
+    def _update_cross_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        note_from_outside(self, value)
+        return super()._update_cross_replica(update_fn, value, **kwargs)
+
     @property
     def handle(self) -> tf.Tensor:
         return self._primary.handle if where() is Where.CROSS_REPLICA else super().handle
@@ -95,9 +118,16 @@ class ReplicatedMirroredVariable(_WithLayout, values.MirroredVariable):
     def _get_cross_replica(self) -> tf.Tensor:
         return tf.identity(self._primary)
 
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        return self._primary._serialize_to_tensors()
+
+    def _gather_saveables_for_checkpoint(self) -> dict[str, Any]:
+        return {}  # TensorFlow's would be restored without a word of it
+
     def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> tf.Operation:
         """Restores every rank's copy, also in a rank's step, where a variable may be made that a checkpoint was read for."""
         full = restored_tensors[trackable.VARIABLE_VALUE_KEY]
+        note_from_outside(self, full, is_read=True)
         return tf.group(*[component.assign(full) for component in self._values])
 
 

@@ -20,7 +20,7 @@ from tfdist.sharding import kept_weights, keras_scope, packing
 from tfdist.sharding.assembly import assemble, is_elsewhere
 from tfdist.sharding.held_parameters import HeldParameters
 from tfdist.sharding.layout import Layout
-from tfdist.sharding.replicated_variables import AsNumber
+from tfdist.sharding.replicated_variables import AsNumber, note_from_outside
 from tfdist.sharding.slot_reads import SlotReads
 from tfdist.sharding.unshard import UnshardSchedule
 
@@ -234,6 +234,7 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
         return tf.raw_ops.DeepCopy(x=shard) if tf.executing_eagerly() else shard
 
     def _update_cross_replica(self, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+        note_from_outside(self, value)
         updates = []
         for index, component in enumerate(self._values):
             with tf.device(component.device), distribute_lib.UpdateContext(index):
@@ -279,6 +280,7 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
         in the first step, where one rank alone would assign its own shard.
         """
         full = restored_tensors[trackable.VARIABLE_VALUE_KEY]
+        note_from_outside(self, full, is_read=True)
         return tf.group(*[component.assign(self._shard_for(full, index)) for index, component in enumerate(self._values)])
 
     def _export_to_saved_model_graph(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -78,7 +79,7 @@ class ShardedExtendedMixin(VariableCreation):
             plan = CollectivePlan(communicator.mesh.world_size, communicator.local_ranks, communicator.mesh.hosts)
             eager_program = functools.partial(EagerProgram, communicator, plan=plan, cross_replica=self.cross_replica)
             try:
-                with self.kept_weights.writing():
+                with self.kept_weights.writing(), communicator.turns.taken() if communicator.turns else contextlib.nullcontext():
                     return self._run_ranks(fn, args, kwargs, plan, eager_program)
             except tf.errors.ResourceExhaustedError as error:
                 out_of_memory.explain(fn, error)
@@ -94,6 +95,7 @@ class ShardedExtendedMixin(VariableCreation):
             result = self._run_ranks(fn, args, kwargs, plan, program_of)
         finally:
             gc.enable() if collects else None
+        communicator.turn_at_calls()
         collectives.finished_graphs.check_at_call(graph)
         if not self.cross_replica.is_multi_worker:
             given = tf.nest.flatten((args, kwargs), expand_composites=True)

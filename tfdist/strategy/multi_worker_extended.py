@@ -22,7 +22,7 @@ from tfdist.collectives import (
 )
 from tfdist.data import comparison, parts, signature
 from tfdist.mesh import are_cpus
-from tfdist.runtime import Cluster, Coordination, Turns
+from tfdist.runtime import Cluster, Coordination
 from tfdist.sharding import Layout, MeshConfig
 from tfdist.strategy import sums_again
 from tfdist.strategy.extended import ShardedExtendedMixin
@@ -54,7 +54,6 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
         self._coordination = store
         self._compared_datasets = itertools.count()
         self._timeout_seconds = timeout_seconds
-        self.communicator.turns = Turns(store, timeout_seconds)
         each = len(self.communicator.local_ranks)
         self._agreement = PlanAgreement(store, self.communicator.instance_keys, timeout_seconds, each)
         find_member_orders(self.communicator)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import pickle
 from typing import Any
 
 import keras
@@ -13,7 +14,7 @@ from tfdist import errors
 from tfdist.collectives import Communicator, abort_shared_memory, choose_transport
 from tfdist.compression import Compressor
 from tfdist.mesh import worker_devices
-from tfdist.runtime import Cluster, Coordination, FailureWatch, Watched, coordination, read_cluster, share_cores
+from tfdist.runtime import Cluster, Coordination, FailureWatch, Turns, Watched, coordination, read_cluster, share_cores
 from tfdist.sharding import MeshConfig, ShardingConfig, settings_of
 from tfdist.strategy.extended import ShardedMirroredExtended
 from tfdist.strategy.multi_worker_extended import ShardedCollectiveExtended
@@ -161,6 +162,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         self._coordination = Coordination(self._cluster, name, watch)
         each = len(communicator.local_ranks)
         watch.watched.append(Watched(communicator, self._coordination, self._step_timeout_seconds, each))
+        communicator.turns = Turns(self._coordination, self._step_timeout_seconds)  # which hears others from before they meet
         mine = self._settings()
         try:
             answers = self._coordination.all_gather("hello", mine, timeout_seconds)
@@ -208,6 +210,14 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
             return value
         timeout_seconds = max(self._step_timeout_seconds, _SLOWEST_SECONDS)
         return self._coordination.meet(name, value, timeout_seconds)[0]
+
+    def from_chief(self, value: Any) -> Any:
+        if self._cluster is None:
+            return value
+        packed = pickle.dumps(value) if self._cluster.is_chief else b""
+        size = int(self.share("a value of the first worker's", str(len(packed))))
+        sent = self.extended.cross_replica.from_chief(tf.io.decode_raw(packed or bytes(size), tf.uint8))
+        return value if self._cluster.is_chief else pickle.loads(sent.numpy().tobytes())
 
 
 def _not_met(cluster: Cluster, timeout_seconds: float, reason: str) -> str:

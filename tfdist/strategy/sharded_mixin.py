@@ -66,6 +66,22 @@ class ShardedStrategyMixin:
         """
         return value
 
+    def from_chief(self, value: Any) -> Any:
+        """Returns the chief's `value` on every worker; all workers call it at the same place, the others with any value.
+
+            weights = strategy.from_chief(drawn_weights())   # without a seed each worker would draw its own
+            model.set_weights(weights)
+
+        Args:
+            value: what can be pickled: an array, a list of them, a vocabulary, a number.
+
+        Raises:
+            RuntimeError: as `barrier`.
+
+        Source: Horovod's `broadcast_object`, `torch.distributed.broadcast_object_list`.
+        """
+        return value
+
     @property
     def last_plan(self) -> CollectivePlan | None:
         """The collectives of the step that was traced last, per rank; None before the first."""

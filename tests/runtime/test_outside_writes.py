@@ -1,0 +1,93 @@
+"""What workers assign outside of steps: whoever hears of another's assignment says so when it has come to the same program."""
+
+import types
+
+import numpy as np
+import pytest
+
+from tfdist.runtime.outside_writes import OutsideWrites, digest_of
+
+
+class Workers:
+    """Two workers, whose words arrive at once, or when `deliver` is called."""
+
+    def __init__(self, is_late=False):
+        cluster = [types.SimpleNamespace(tasks=("worker 0", "worker 1"), task=f"worker {index}") for index in range(2)]
+        self.is_late, self.late, self.said = is_late, [], []
+        self.workers = [OutsideWrites(cluster[index], lambda *word, index=index: self._tell(index, *word)) for index in range(2)]
+        self.numbers = [0, 0]
+
+    def _tell(self, index, number, written):
+        self.late.append((index, number, written))
+        if not self.is_late:
+            self.deliver()
+
+    def deliver(self):
+        while self.late:
+            index, number, written = self.late.pop(0)
+            self.said.append(self.workers[1 - index].heard(index, number, written))
+
+    def step(self, index):
+        self.numbers[index] += 1
+        self.said.append(self.workers[index].begin(self.numbers[index]))
+
+    def words(self):
+        return " ".join(filter(None, self.said))
+
+
+ORDERS = [(0, 1), (1, 0)]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize(
+    ("writes", "words"),
+    [
+        (([], []), ""),
+        (([("kernel", 1.0)], [("kernel", 1.0)]), ""),
+        (([("kernel", 1.0)], []), "'kernel' was assigned on worker 0, and not on worker 1"),
+        (([], [("kernel", 1.0)]), "'kernel' was assigned on worker 1, and not on worker 0"),
+        (([("kernel", 1.0)], [("kernel", 2.0)]), "'kernel' was assigned one value on worker"),
+        (([("kernel", 1.0)], [("bias", 1.0)]), "' was on worker"),
+        (([("kernel", 1.0), ("bias", 1.0)], [("kernel", 1.0)]), "'bias' was assigned on worker 0, and not on worker 1"),
+        (([("v", 1.0)] * 200, [("v", 1.0)] * 200), ""),
+        (([("v", 1.0)] * 200, [("v", 1.0)] * 199 + [("v", 2.0)]), "'v' was assigned one value"),
+        (([("v", 1.0)] * 200, [("v", 1.0)] * 100 + [("v", 2.0)] + [("v", 1.0)] * 99), "'v' was assigned one value"),
+    ],
+)
+def test_who_has_assigned_what(order, is_late, writes, words):
+    both = Workers(is_late)
+    for index in order:
+        both.step(index)
+    for index in order:
+        for name, value in writes[index]:
+            both.workers[index].note(name, np.float32(value))
+        both.step(index)
+        both.step(index)  # it may be ahead
+    both.deliver()
+    assert words in both.words() and bool(both.words()) == bool(words)
+
+
+def test_a_worker_that_is_behind_is_not_blamed():
+    both = Workers()
+    both.workers[0].note("kernel", 1.0)
+    both.step(0)
+    assert not both.words()  # worker 1 has not come to this step, and may assign it
+    both.workers[1].note("kernel", 1.0)
+    both.step(1)
+    assert not both.words()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (np.zeros(3), np.zeros(4)),
+        (np.zeros((2, 3)), np.ones((2, 3))),
+        (np.array([1, 2]), np.array([2, 1])),
+        (np.array(["a", "b"], object), np.array(["b", "a"], object)),
+        (np.float32(0.1), np.float32(np.nextafter(np.float32(0.1), np.float32(1)))),
+        (np.zeros((3, 4))[:, 1:3], np.ones((3, 4))[:, 1:3]),
+    ],
+)
+def test_digests(one, other):
+    assert digest_of(one) == digest_of(one.copy()) != digest_of(other)

@@ -1,0 +1,49 @@
+"""What one worker assigns, and others do not, or not alike, to what all hold: the job ends, with the variable's name."""
+
+import time
+
+import numpy as np
+import pytest
+from grids import exhaustive
+
+from tests import workers
+
+CASES = "tests.strategy.write_cases"
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.mark.parametrize(
+    ("way", "stage", "words"),
+    [
+        ("one", 3, "'sequential/dense/kernel' was assigned on worker 0 ("),
+        exhaustive("one", 0, "'sequential/dense/kernel' was assigned on worker 0 ("),
+        exhaustive("each", 0, "'sequential/dense/kernel' was assigned one value on worker"),
+        exhaustive("each", 3, "'sequential/dense/kernel' was assigned one value on worker"),
+        ("rate", 0, "'sgd/learning_rate' was assigned on worker 0 ("),
+        exhaustive("rate", 3, "'sgd/learning_rate' was assigned on worker 0 ("),
+        exhaustive("file", 3, "'sequential/dense/kernel' was assigned one value on worker"),
+        exhaustive("checkpoint", 0, "'Variable' was assigned one value on worker"),
+        exhaustive("function", 0, "'sequential/dense/kernel' was assigned on worker 1 ("),
+        exhaustive("loop", 0, "'Variable' was assigned one value on worker"),
+    ],
+)
+def test_they_are_refused(tmp_path, way, stage, words):
+    each = [{"index": index, "way": way, "stage": stage, "folder": str(tmp_path)} for index in range(2)]
+    with workers.job(tmp_path, 2, f"{CASES}:assign", each=each) as job:
+        started = time.monotonic()
+        codes = job.wait(100)
+        assert all(codes) and time.monotonic() - started < 60
+        for worker in job.workers:
+            assert "Workers have assigned different values, outside of steps, to what all hold: " in worker.output
+            assert words in worker.output and "strategy.from_chief(value)" in worker.output, worker.output[-3000:]
+
+
+@pytest.mark.parametrize("stage", [3, exhaustive(0)])
+def test_what_all_assign_alike(tmp_path, stage):
+    """Also what the error advises: the chief's value on all."""
+    with workers.job(tmp_path, 2, f"{CASES}:assign_alike", stage) as job:
+        first, second = job.results(150)
+        for one, other in zip(first[:-1], second[:-1], strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert first[-1] == second[-1]
