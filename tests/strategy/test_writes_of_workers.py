@@ -39,6 +39,23 @@ def test_they_are_refused(tmp_path, way, stage, words):
             assert words in worker.output and "strategy.from_chief(value)" in worker.output, worker.output[-3000:]
 
 
+@pytest.mark.parametrize(
+    ("way", "stage", "words"),
+    [
+        ("model", 3, "Workers run different programs: a lookup table of digest"),
+        exhaustive("model", 0, "Workers run different programs: a lookup table of digest"),
+        exhaustive("data", 0, "Every worker must be given the same dataset, of which it takes its part, but worker"),
+        exhaustive("rows", 0, "'normalization/mean' was assigned one value on worker"),
+        exhaustive("rows", 3, "'normalization/mean' was assigned one value on worker"),
+    ],
+)
+def test_what_layers_are_adapted_to(tmp_path, way, stage, words):
+    each = [{"index": index, "way": way, "stage": stage} for index in range(2)]
+    with workers.job(tmp_path, 2, f"{CASES}:adapt", each=each) as job:
+        assert all(job.wait(100))
+        assert any(words in worker.output for worker in job.workers), job.workers[0].output[-3000:]
+
+
 @pytest.mark.parametrize("stage", [3, exhaustive(0)])
 def test_what_all_assign_alike(tmp_path, stage):
     """Also what the error advises: the chief's value on all."""

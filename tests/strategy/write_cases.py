@@ -81,6 +81,29 @@ def assign(index: int, way: str, stage: int, folder: str) -> Any:
         step()
 
 
+def adapt(index: int, way: str, stage: int) -> None:
+    """Makes of each worker's own words, or rows, what all must have alike."""
+    failure_watch._GRACE_SECONDS = 2.0
+    strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage)
+    words = [["a", "b", "c"], ["b", "c", "a"]][index]
+    texts, y = tf.constant([["a"], ["b"], ["c"], ["a"]]), np.ones((4, 1), "float32")
+    with strategy.scope():
+        lookup = keras.layers.StringLookup(vocabulary=words)
+        rows = keras.layers.Normalization()
+        dense = [keras.layers.Embedding(4, 2), keras.layers.Flatten(), keras.layers.Dense(1)]
+        if way == "model":
+            model = keras.Sequential([keras.Input((1,), dtype="string"), lookup, *dense])
+        elif way == "data":
+            model = keras.Sequential([keras.Input((1,), dtype="int64"), *dense])
+        else:
+            rows.adapt(X[: index + 1] * (1.0 + index))
+            model = keras.Sequential([keras.Input((4,)), rows, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensor_slices((texts if way != "rows" else X[:4], y))
+    data = data.map(lambda x, y: (lookup(x), y)) if way == "data" else data
+    model.fit(data.batch(4), verbose=0)
+
+
 def assign_alike(stage: int) -> list[Any]:
     """All that is assigned is the same on all workers, or is the chief's."""
     strategy, model = made(stage)

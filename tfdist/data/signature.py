@@ -5,7 +5,8 @@ A signature lists the transformations of a dataset from its end to its sources, 
     dataset                        element_spec, cardinality, deterministic     the whole
     BatchDataset                   batch_size, drop_remainder
     RandomUniform in MapDataset    seed, seed2                                  an op that draws, in the function of the map
-    MapDataset                     functions                                    a checksum of the function's ops
+    MapDataset                     functions, tables, floats                    a checksum of the function's ops, and digests of
+                                                                                what it has captured
     ShuffleDataset                 buffer_size, seed, seed2, ...
     TensorSliceDataset             element_spec, cardinality, head, floats      a source, with a checksum of its first values
                                                                                 and a digest of all
@@ -18,7 +19,7 @@ Note: seeds
 
 Note: what is not seen
     A signature does not show Python code (generators, `py_function`); the state of a `tf.random.Generator` or of Keras's random
-    layers; what a function captures; `interleave(deterministic=False)`; the choices of `choose_from_datasets`, which
+    layers; integers that a function captures; `interleave(deterministic=False)`; the choices of `choose_from_datasets`, which
     TensorFlow hides in a `VariantDataset`; how often a dataset was iterated before (each iteration moves its reshuffling on);
     random ops in a parallel `map`, which draw in the order in which they happen to run.
 
@@ -41,6 +42,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.data.comparison import Digest, digest_of, is_same
+from tfdist.data.tables import digests_of_tables
 
 _Values = dict[str, Any]
 # What can be told about the elements of a dataset and their order without running it: the lines of the list above, pairs of a
@@ -161,6 +163,7 @@ def _walk(dataset: tf.data.Dataset) -> Iterator[tuple[str, _Values]]:
         values = {attribute.lstrip("_"): getattr(node, attribute, None) for attribute in _ATTRIBUTES}
         if operations:
             values["functions"] = _checksum(sorted(map(_description, operations)))
+            values |= _captured(node)
         if len(inputs) > 1:
             values["num_inputs"] = len(inputs)
         if not inputs:
@@ -220,6 +223,18 @@ def _values_of(source: tf.data.Dataset) -> _Values:
     return {"head": _checksum(head) if head else None, "floats": floats or None}
 
 
+def _captured(dataset: tf.data.Dataset) -> _Values:
+    """Returns what is known of the tables and constants that the functions of one transformation have captured."""
+    graphs = [function.function.graph for function in dataset._functions() if hasattr(function.function, "graph")]
+    arrays = [
+        x for graph in graphs for x, _ in getattr(graph, "captures", ()) if isinstance(x, tf.Tensor) and hasattr(x, "numpy")
+    ]
+    return {
+        "tables": [digest for graph in graphs for digest in digests_of_tables(graph)] or None,
+        "floats": digest_of([x for x in arrays if x.dtype.is_floating]) or None,
+    }
+
+
 def _checksum(values: list[Any]) -> int:
     return zlib.crc32(repr(values).encode())
 
@@ -245,6 +260,8 @@ def _description(op: tf.Operation) -> str:
         size = constant.shape.num_elements()
         if constant.dtype.is_integer and size is not None and size <= _HEAD_VALUES:
             return f"Const {tf.get_static_value(constant).tolist()}"
+    if op.type == "Bucketize":
+        return f"Bucketize {[f'{boundary:.3g}' for boundary in op.get_attr('boundaries')]}"
     return op.type
 
 

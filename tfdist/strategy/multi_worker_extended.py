@@ -21,6 +21,7 @@ from tfdist.collectives import (
     make_groups,
 )
 from tfdist.data import comparison, parts, signature
+from tfdist.data.tables import digests_of_tables
 from tfdist.mesh import are_cpus
 from tfdist.runtime import Cluster, Coordination
 from tfdist.sharding import Layout, MeshConfig
@@ -102,6 +103,7 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
     # Running
 
     def _check_agreement(self, plan: CollectivePlan) -> None:
+        plan.notes += [f"a lookup table of digest {x}" for x in digests_of_tables(tf.compat.v1.get_default_graph())]
         self._agreement.check(plan)
         if self.communicator.transport is NCCL:
             make_groups(self.communicator, plan)
