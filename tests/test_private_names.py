@@ -514,6 +514,20 @@ def test_the_name_scope_has_the_layer_as_caller():
     assert not in_symbolic_scope()
 
 
+def test_a_compiled_loss_is_a_name_scope():
+    """sharding/keras_scope.py"""
+    seen = []
+
+    def loss(y, p):
+        seen.append([scope.name for scope in global_state.get_global_attribute("name_scope_stack")])
+        return tf.reduce_mean(y - p)
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(loss=loss)
+    model.compute_loss(y=tf.ones([2, 1]), y_pred=tf.ones([2, 1]))
+    assert all("compile_loss" in names for names in seen) and seen
+
+
 def test_the_symbolic_scope():
     """In `compute_output_spec`: Keras's scratch graph."""
     keras.backend.clear_session()

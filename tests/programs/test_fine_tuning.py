@@ -145,6 +145,21 @@ def quantized_with_adapters(strategy):
     return {"history": history, "predicted": model.predict(X, verbose=0), "weights": [weight.numpy() for weight in model.weights]}
 
 
+def quantized_without_a_bias(strategy):
+    """The weight that Keras replaces is a layer's only one: its new ones are of the same strategy. A table, too."""
+    with strategy.scope():
+        words = keras.layers.Embedding(7, 4, embeddings_initializer=keras.initializers.RandomNormal(seed=1), name="words")
+        dense = keras.layers.Dense(5, use_bias=False, kernel_initializer=keras.initializers.RandomNormal(seed=2), name="dense")
+        model = keras.Sequential([keras.Input((3,), dtype="int32"), words, keras.layers.Flatten(), dense])
+    model.quantize("int8")
+    model.get_layer("words").enable_lora(2)
+    model.get_layer("dense").enable_lora(2)
+    model.compile(sgd(), "mse")
+    tokens = np.arange(36).reshape(12, 3) % 7
+    history = model.fit(tokens, Y[:12, None] * np.ones((1, 5)), batch_size=6, shuffle=False, verbose=0).history
+    return {"history": history, "weights": [weight.numpy() for weight in model.weights]}
+
+
 PROGRAMS = [
     adapters,
     sequential_that_grows,
@@ -154,6 +169,7 @@ PROGRAMS = [
     made_outside_compiled_inside,
     quantized,
     quantized_with_adapters,
+    quantized_without_a_bias,
 ]
 
 

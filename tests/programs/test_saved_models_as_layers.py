@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 from grids import exhaustive
+from training import strategy_for
 
 from tests.parity.comparison import state
 from tests.programs.comparing import assert_as_on_one_device
@@ -29,7 +30,7 @@ def saved(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("zero_stage", (0, exhaustive(1), exhaustive(2)))
+@pytest.mark.parametrize("zero_stage", (0, exhaustive(1), exhaustive(2), 3))
 def test_it_is_one_device(saved, zero_stage):
     def program(strategy):
         with strategy.scope():
@@ -43,3 +44,13 @@ def test_it_is_one_device(saved, zero_stage):
         return {**history, "predicted": model.predict(X, verbose=0), **state(model)}
 
     assert_as_on_one_device(program, zero_stage)
+
+
+def test_made_outside_of_the_scope_it_is_refused(saved):
+    """Its function reads its variables by their handles; the fix that the error names is what the test above does."""
+    layer = keras.layers.TFSMLayer(saved, call_endpoint="serve")
+    with strategy_for(2, 3).scope():
+        inputs = keras.Input((6,))
+        model = keras.Model(inputs, keras.layers.Dense(2)(layer(inputs)))
+        with pytest.raises(ValueError, match=r"under no strategy.*Build the model, its layers and the optimizer .* inside one"):
+            model.compile("sgd", "mse")

@@ -26,6 +26,7 @@ known, and never on another stage's ranks."""
 )
 def _initialize_with_initializer(original: Callable[..., None], self: Any, initializer: Callable[..., Any]) -> None:
     with layer_strategy.scope_of(keras_scope.callers()):  # of the layer that is being built or called, or of one around it
+        layer_strategy.note_made(keras_scope.callers())
         outside_ranks(lambda: _initialize(original, self, initializer))
 
 

@@ -13,6 +13,7 @@ Where a scope is open, that of no tfdist strategy too, it counts alone.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -21,6 +22,16 @@ import tensorflow as tf
 
 from tfdist.sharding import config_of
 from tfdist.sharding.apart import made_by
+
+# Of layers whose weights were made under a strategy: `quantize` takes the last one away, and makes others.
+_of_layers: weakref.WeakKeyDictionary[Any, tf.distribute.Strategy] = weakref.WeakKeyDictionary()
+
+
+def note_made(layers: Iterable[Any]) -> None:
+    """Notes that a weight of the first of `layers`, if there is one, has been made in the scope that is open."""
+    layer = next(iter(layers), None)
+    if layer is not None and config_of(tf.distribute.get_strategy()) is not None:
+        _of_layers[layer] = tf.distribute.get_strategy()
 
 
 def scope_of(layers: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
@@ -46,7 +57,7 @@ def layers_before(inputs: Any) -> Iterator[keras.layers.Layer]:
 
 def strategy_of(layer: Any) -> tf.distribute.Strategy | None:
     """Returns the tfdist strategy that `layer`, or a layer within it, belongs to: of a model the one that it was made in."""
-    made_in = getattr(layer, "_distribute_strategy", None)
+    made_in = getattr(layer, "_distribute_strategy", None) or _of_layers.get(layer)
     if config_of(made_in) is not None:
         return made_in
     if not isinstance(layer, keras.layers.Layer):

@@ -12,6 +12,7 @@ from tfdist import errors
 from tfdist.collectives import RankProgram, can_be_gathered, gather_rows, rank_program
 from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.global_losses import of_all_rows, whole_batch
+from tfdist.sharding import keras_scope
 from tfdist.sharding.sharded_activations import may_hold_parts, shard_of
 
 _BORNE = ("_keras_mask", "_keras_logits")  # what Keras has put on a tensor of rows: rows, too
@@ -40,7 +41,8 @@ class OverGlobalBatch(keras.losses.Loss):
 
     Args:
         loss: a Keras loss, its name, or a function of (y_true, y_pred), which returns one number, or one for each row, of which
-            Keras then takes the mean.
+            the mean is taken. Called in a step, without weights or a mask, a function is given what the step gives, integers
+            and structures too; in a compiled loss it gets floats, as Keras's losses do.
         name: of the loss; that of `loss` if it is not given.
 
     Call arguments:
@@ -59,7 +61,8 @@ class OverGlobalBatch(keras.losses.Loss):
         if not isinstance(found, keras.losses.Loss):
             if not callable(found) or isinstance(found, type):
                 raise errors.value_error("`loss` must be a Keras loss, its name, or a function of (y_true, y_pred).", loss=loss)
-            found = LossFunctionWrapper(found, name=getattr(found, "__name__", None))
+            # A lambda's name is none that TensorFlow takes.
+            found = LossFunctionWrapper(found, name=getattr(found, "__name__", "").strip("<>") or None)
         if found.reduction in (None, "none"):
             raise errors.value_error(
                 "`loss` must return one number.", reduction=found.reduction, fix='Use `reduction="sum_over_batch_size"`.'
@@ -71,13 +74,20 @@ class OverGlobalBatch(keras.losses.Loss):
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         program = rank_program(peers_on="data")
         if program is None:
-            return self.loss(y_true, y_pred, sample_weight)
+            return self._of_all(y_true, y_pred, sample_weight)
         arguments = y_true, y_pred, sample_weight
         if not is_given_everywhere():
             arguments = tf.nest.map_structure(lambda x: _all_rows(program, x), arguments)
         with whole_batch():
-            loss = self.loss(*arguments)
+            loss = self._of_all(*arguments)
         return of_all_rows(loss)
+
+    def _of_all(self, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
+        """Returns the loss; a function that a step calls gets what the step gives: Keras would turn integers into floats."""
+        is_plain = self.loss is not self._given and callable(self._given) and not keras_scope.is_in_compiled_loss()
+        if is_plain and sample_weight is None and getattr(y_pred, "_keras_mask", None) is None:
+            return keras.ops.mean(self._given(y_true, y_pred))
+        return self.loss(y_true, y_pred, sample_weight)
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         return self.loss.call(y_true, y_pred)

@@ -29,6 +29,12 @@ def callers() -> list[Any]:
     return [scope.caller for scope in reversed(stack)]
 
 
+def is_in_compiled_loss() -> bool:
+    """Whether Keras calls a loss here that was given to `compile`."""
+    stack = global_state.get_global_attribute("name_scope_stack") or []
+    return any(scope.name == "compile_loss" for scope in stack)
+
+
 def thread_state() -> dict[str, Any]:
     """Returns what Keras knows in this thread: its scopes, the layers that are being built."""
     return dict(vars(global_state.GLOBAL_STATE_TRACKER))

@@ -36,7 +36,7 @@ class VariableCreation(_Extended):
         request = self._request(kwargs)
         is_slot = request.slot_of is not None
         layout = self._sharded_layout(request, kwargs)
-        if layout is None or not is_slot:
+        if kwargs.get("initial_value") is not None and (layout is None or not is_slot):
             self._share_initial_value(kwargs, layout)
         if layout is None:
             made = with_layout(super()._create_variable(next_creator, **kwargs), self._sharding.mesh, request.is_of_metric)
@@ -77,6 +77,8 @@ class VariableCreation(_Extended):
 
         The initial value of what may be sharded is drawn here, once and whole.
         """
+        if kwargs.get("initial_value") is None:
+            return None  # of a SavedModel, whose functions read it by its handle, and which restores it
         if kwargs.get("synchronization") == _SYNC_ON_READ:
             if request.pipe_owners is not None:
                 raise errors.not_implemented(
