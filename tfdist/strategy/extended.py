@@ -37,7 +37,7 @@ from tfdist.placements.replicas import ReplicaCount
 from tfdist.runtime import give_back_free_memory, out_of_memory
 from tfdist.sharding import KeptWeights, MeshConfig
 from tfdist.sharding.known_sums import KnownSums
-from tfdist.strategy import rows_apart, sums_again
+from tfdist.strategy import keras_2, rows_apart, sums_again
 from tfdist.strategy.variable_creation import VariableCreation
 
 
@@ -45,6 +45,7 @@ class ShardedExtendedMixin(VariableCreation):
     """What every tfdist strategy adds to a mirrored one, whatever transport it stands on."""
 
     def _setup(self, sharding: MeshConfig, communicator: Communicator) -> None:
+        keras_2.check_environment()
         keras_hooks.install()
         self._sharding = sharding
         self.communicator = communicator

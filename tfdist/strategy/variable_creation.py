@@ -17,6 +17,7 @@ from tensorflow.python.eager import record
 from tfdist import errors
 from tfdist.collectives import Communicator
 from tfdist.sharding import Layout, MeshConfig, PlacementRequest, ShardedVariable, current_placement, with_layout
+from tfdist.strategy.keras_2 import check_caller
 
 _SYNC_ON_READ = tf.VariableSynchronization.ON_READ
 
@@ -33,6 +34,7 @@ class VariableCreation(_Extended):
 
     def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         """Makes a variable of TensorFlow's own, or a `ShardedVariable` where some rank stores less than all of it."""
+        check_caller(kwargs.get("name"))
         request = self._request(kwargs)
         is_slot = request.slot_of is not None
         layout = self._sharded_layout(request, kwargs)
