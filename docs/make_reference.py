@@ -12,6 +12,7 @@ import enum
 import inspect
 import math
 import pathlib
+import pkgutil
 import re
 from collections.abc import Iterator
 from types import ModuleType
@@ -53,6 +54,7 @@ WITHIN = {"collectives": ("activations",), "layers": ("regions",)}
 LISTS = ("Args", "Attributes", "Call arguments", "Raises")
 SECTION = re.compile(r"^(Args|Attributes|Call arguments|Input shape|Output shape|Returns|Raises|Source):\s*(.*)$")
 WIDTH = 110  # of a signature on one line
+DOTTED = re.compile(r"\b(?:tensorflow|keras|tfdist|collections|typing|numpy)\.[\w.]+")
 ENTRY = re.compile(r"^    (\S[^:]*): (.*)$")
 
 
@@ -64,6 +66,25 @@ class _Verbatim:
 
     def __repr__(self) -> str:
         return self._text
+
+
+def _public_name(dotted: str) -> str:
+    """Returns the name by which a program calls what a module defines as `dotted`: "tf.Tensor", "keras.Model", "Sequence"."""
+    try:
+        found = pkgutil.resolve_name(dotted)
+    except (ImportError, AttributeError, ValueError):
+        return dotted  # as it was written
+    if dotted.startswith("tensorflow."):
+        names = [name for attribute in ("_tf_api_names", "_estimator_api_names") for name in getattr(found, attribute, ())]
+        return f"tf.{min(names, key=len)}" if names else dotted
+    if dotted.startswith("keras."):
+        return min(_exports(found), key=len, default=dotted)
+    return dotted.rpartition(".")[2]
+
+
+def _exports(found: Any) -> list[str]:
+    paths = getattr(found, "_api_export_path", ())
+    return [paths] if isinstance(paths, str) else list(paths)
 
 
 def _initializer(made: Any) -> Any:
@@ -79,7 +100,10 @@ def signature(function: Any, width: float = math.inf) -> str:
     found = inspect.signature(_initializer(function) or function)
 
     def verbatim(annotation: Any) -> Any:
-        return _Verbatim(annotation) if isinstance(annotation, str) else annotation
+        if annotation is inspect.Parameter.empty:
+            return annotation
+        text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+        return _Verbatim(DOTTED.sub(lambda found: _public_name(found[0]), text))
 
     parameters = [
         parameter.replace(annotation=verbatim(parameter.annotation))

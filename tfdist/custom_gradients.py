@@ -5,8 +5,6 @@ graph. A step that is traced again (for a last batch of another size) would leav
 registered under one name, and finds the gradient of an operation on that operation's graph.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -7,8 +7,6 @@ An error names the argument in backticks, says what was expected and what was re
 `ValueError` is the user's mistake, `NotImplementedError` is our limit, `RuntimeError` is a call in the wrong place.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tables in plain text, and the sizes that stand in them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

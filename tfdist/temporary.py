@@ -1,7 +1,5 @@
 """Blocks in which something is set, and behind which it is as it was before, also after an error."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 from collections.abc import Iterator

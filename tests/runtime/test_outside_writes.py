@@ -12,20 +12,23 @@ class Workers:
     """Two workers, whose words arrive at once, or when `deliver` is called."""
 
     def __init__(self, is_late=False):
-        cluster = [types.SimpleNamespace(tasks=("worker 0", "worker 1"), task=f"worker {index}") for index in range(2)]
-        self.is_late, self.late, self.said = is_late, [], []
-        self.workers = [OutsideWrites(cluster[index], lambda *word, index=index: self._tell(index, *word)) for index in range(2)]
-        self.numbers = [0, 0]
+        self.is_late, self.late, self.said, self.numbers, self.listeners = is_late, [], [], [0, 0], []
+        self.workers = [OutsideWrites(self._coordination(index)) for index in range(2)]
 
-    def _tell(self, index, number, written):
-        self.late.append((index, number, written))
+    def _coordination(self, index):
+        cluster = types.SimpleNamespace(tasks=("worker 0", "worker 1"), task=f"worker {index}")
+        tell, listen = (lambda _, told: self._tell(index, told)), (lambda _, heard: self.listeners.append(heard))
+        return types.SimpleNamespace(cluster=cluster, tell=tell, listen=listen)
+
+    def _tell(self, index, told):
+        self.late.append((index, told))
         if not self.is_late:
             self.deliver()
 
     def deliver(self):
         while self.late:
-            index, number, written = self.late.pop(0)
-            self.said.append(self.workers[1 - index].heard(index, number, written))
+            index, told = self.late.pop(0)
+            self.said.append(self.listeners[1 - index](index, told))
 
     def step(self, index):
         self.numbers[index] += 1

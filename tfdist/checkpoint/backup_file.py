@@ -11,8 +11,6 @@ that are an epoch ahead. Here all is in one file, which takes its place when it 
 metadata and ignores the rest, so it still has that window.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -18,8 +18,6 @@ known which job this is (`runtime.this_run`) a mark is left, `finished-<number>.
 job passes by what has a mark, with its weights and its history; another run of the program removes the marks, and trains.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import glob

@@ -5,8 +5,6 @@ than what, `ReduceLROnPlateau` the same, `ModelCheckpoint` what the best was. A 
 must not forget in a variable of the model, or counts from `model.optimizer.iterations`: its attributes stay as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ TensorFlow's checkpoints hold what is `Trackable`. Keras's seed generators are n
 again what they have drawn before; and of the optimizers in a `MultiOptimizer` nothing is seen, so that they would start anew.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tfdist.sharding import config_of

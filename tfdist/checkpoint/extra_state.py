@@ -18,8 +18,6 @@ Keras's walk and `_iterations`, `_trainable_variables`, `_value` are private to 
 tests/checkpoint/test_private_names_of_saving.py fails when they change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

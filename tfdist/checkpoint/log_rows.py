@@ -1,7 +1,5 @@
 """The files of Keras's `CSVLogger` in a run that goes on: they keep the rows of epochs that are not trained again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -10,8 +10,6 @@ No device holds more than one whole variable at a time; the host holds a copy of
 out is what one device would have exported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -16,8 +16,6 @@ A function here is for a model that a tfdist strategy made; `write(path)` is how
 model and its stores are private to Keras: tests/checkpoint/test_private_names_of_saving.py fails when they change.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import io

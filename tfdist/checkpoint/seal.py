@@ -9,8 +9,6 @@ seldom known by it: HDF5 notices a part of what is lost, with errors of many kin
 The seal costs a reading of the file, 0.3 s per GB in memory, when it is written and when it is looked at.
 """
 
-from __future__ import annotations
-
 import zlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files that appear whole: written beside their place, then moved into it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

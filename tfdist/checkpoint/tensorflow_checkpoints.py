@@ -12,8 +12,6 @@ The mistake to avoid: `if chief: checkpoint.save(...)`, which waits for the othe
 What TensorFlow's saver keeps is private to it: tests/checkpoint/test_tensorflow_checkpoints.py fails when it changes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import json

@@ -6,8 +6,6 @@ the next one together with it. So what goes wrong on the disk is kept, the rest 
 is raised when the writer has ended, with the number of bytes that would have been needed.
 """
 
-from __future__ import annotations
-
 import io
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """What a backup does not have, so that a run that goes on from it begins it anew. It is told once, with the first such backup."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tfdist import errors

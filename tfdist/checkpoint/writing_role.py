@@ -3,8 +3,6 @@
 Reading a variable that is sharded over workers is a collective: all workers must read the same variables in the same order.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any

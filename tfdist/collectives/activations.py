@@ -11,8 +11,6 @@ Batches whose size is a power of two, or known (`drop_remainder=True`), cost no 
 `tfdist.layers` pair these with their adjoints.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Within a process `CollectivePlan` compares the ranks while they are traced. Betw
 coordination service: every worker writes the sequence of collectives of its trace and reads the others'.
 """
 
-from __future__ import annotations
-
 import base64
 import collections
 import dataclasses

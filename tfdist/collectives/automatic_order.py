@@ -3,8 +3,6 @@
 The names are private to TensorFlow: tests/test_private_names.py fails when they change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import tensorflow as tf

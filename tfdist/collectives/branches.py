@@ -13,8 +13,6 @@ before it or after it. What a branch reads from outside must be there before it,
 send for that is sent when the branches have been traced, before TensorFlow makes the `tf.cond` of them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -76,7 +74,6 @@ class Selection:
                 if op.type in tape.BRANCHES and op.inputs[0].name == self._selector.name
             )
             operation._update_input(0, self._agreed)
-            self._root.plan.attachment(SharedResources).check(operation, self._root)
         return result
 
     def _trace(self, function: Callable[[], Any], is_last: bool) -> Any:
@@ -134,35 +131,6 @@ class Selection:
             check = tf.debugging.Assert(tf.equal(extremes[0], -extremes[1]), [message])
             with tf.control_dependencies([check]):
                 self._agreed = tf.identity(self._agreed)
-
-
-class SharedResources:
-    """What several ranks of a process use in branches with collectives, and no rank alone; shared by the ranks of a trace.
-
-    TensorFlow orders what uses a variable that is written: branches of two ranks would stand one behind the other, and the ranks
-    meet in both.
-    """
-
-    def __init__(self) -> None:
-        self._first: dict[str, int] = {}  # by name: the number of the first such branching
-
-    def check(self, operation: tf.Operation, root: RankProgram) -> None:
-        """Raises RuntimeError for a resource of `operation` that is written between the branchings of two ranks."""
-        if operation.graph is not root.graph:
-            return
-        numbers = {op.name: number for number, op in enumerate(root.graph.get_operations())}
-        for tensor in operation.inputs:
-            if tensor.dtype != tf.resource:
-                continue
-            first = self._first.setdefault(tensor.name, numbers[operation.name])
-            for user in tensor.consumers() if first < numbers[operation.name] else ():
-                if first <= numbers[user.name] <= numbers[operation.name] and writes_to(tensor, user):
-                    raise errors.runtime_error(
-                        "A branch (`tf.cond`) that holds a collective uses a variable that all ranks share, and some write: "
-                        "TensorFlow lets the ranks' branches run one after the other, and the ranks would wait for ever.",
-                        variable=tensor.name,
-                        fix="Make it in `strategy.scope()`, so that each rank has its own, or write it outside `strategy.run`.",
-                    )
 
 
 def writes_to(resource: tf.Tensor, operation: tf.Operation) -> bool:

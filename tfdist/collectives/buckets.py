@@ -1,7 +1,5 @@
 """Grouping many small tensors in few messages."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 
 

@@ -29,8 +29,6 @@ ranks by `CollectivePlan`, those of all processes by `PlanAgreement`. Both walk 
 The making of NCCL's communicators is such a collective itself: see `transports.member_order.make_groups`.
 """
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Mapping, Sequence
 

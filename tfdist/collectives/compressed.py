@@ -7,8 +7,6 @@ What a rank sends itself goes through the same, so that a sum does not depend on
 message, each encoded on its own: how they are grouped in messages changes no bit. A group of one rank compresses nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 With several workers such code runs on every worker, and each must reach it in the same order. Eagerly or in a graph.
 """
 
-from __future__ import annotations
-
 import functools
 import zlib
 from collections.abc import Callable, Hashable, Sequence

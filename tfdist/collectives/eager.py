@@ -12,8 +12,6 @@ So eager ranks run the kernels of traced ones, over one process or several. It i
 switch of threads and a function call.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable

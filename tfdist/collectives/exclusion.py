@@ -16,8 +16,6 @@ behind the k-th lock needs nothing of what stands behind a later one.
 Over several workers their order counts, too: see `turns`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import threading

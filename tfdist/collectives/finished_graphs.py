@@ -11,8 +11,6 @@ All members' calls of one collective end together. So they are one node here, an
 wait for ever.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import weakref

@@ -4,8 +4,6 @@ Groups of one rank and tensors without elements return at once (an empty tensor 
 is the work of the group's transport. No gradients here: `ops` has those.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import tensorflow as tf

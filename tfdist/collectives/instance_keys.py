@@ -1,7 +1,5 @@
 """Instance keys: the numbers under which the members of a group find each other's call of a collective."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from typing import Any

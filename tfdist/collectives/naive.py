@@ -5,8 +5,6 @@ with N, while the others' idle. The ring splits S in N pieces and keeps every li
 than 2 S for every N.
 """
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 from tfdist.collectives import ops, point_to_point

@@ -13,8 +13,6 @@ compiled (`jit_compile=True`), TensorFlow's own and tfdist's stay what they are.
 The names are private to TensorFlow: tests/test_private_names.py fails when they change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -12,8 +12,6 @@ All of them are called by every rank of a group, in the function that `strategy.
 A group of one rank returns its input. Dtypes: float32, float64, float16, bfloat16, int32, int64 (integers have no gradient).
 """
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 from tfdist import errors

@@ -1,7 +1,5 @@
 """The sequence of collectives that a traced step runs, as data."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math

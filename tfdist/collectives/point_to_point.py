@@ -9,8 +9,6 @@ other by a label. They have no gradient. How a message travels is its pair's tra
 On GPUs messages between processes do have an order, that of `send` and `receive` (`is_in_order`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ What carries a collective tells none of this: an operation of TensorFlow knows n
 it shares has no input but a shape.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

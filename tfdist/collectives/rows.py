@@ -1,7 +1,5 @@
 """The rows of all data ranks, of tensors of any dtype that batches have."""
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 from tfdist.collectives.group_ops import DTYPES

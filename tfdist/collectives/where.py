@@ -4,8 +4,6 @@ Whoever must know asks here, and nowhere else. The names are private to Keras an
 when they change.
 """
 
-from __future__ import annotations
-
 import enum
 import itertools
 

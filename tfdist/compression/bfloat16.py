@@ -1,7 +1,5 @@
 """Half the bytes: the upper half of each float32."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import tensorflow as tf

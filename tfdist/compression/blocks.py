@@ -12,8 +12,6 @@ scale would be below 2^-126, the smallest normal float32, is zeros: TensorFlow c
 Source: ZeRO++ (Wang et al. 2023) and SDP4Bit (Jia et al. 2024) send gradients so.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 

@@ -1,7 +1,5 @@
 """The compressors that have a name, and what a user may give in the place of one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tfdist import errors

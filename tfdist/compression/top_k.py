@@ -9,8 +9,6 @@ has smaller scales. What is not finite counts as largest.
 The search looks at blocks first: the k largest of a chunk are in the k blocks with the largest maxima.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

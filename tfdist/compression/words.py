@@ -6,8 +6,6 @@
 Parts are cut and joined as float32, whose bits nobody looks at: TensorFlow does so with int32 in the host's memory only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import tensorflow as tf

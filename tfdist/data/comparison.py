@@ -11,8 +11,6 @@ values, and of a sample of them, spread evenly, the sum with signs (drawn once, 
 changes such a sum by a millionth of the norm; the sums of two different samples lie about a norm apart.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -11,8 +11,6 @@ common divisor is dealt: 25 units, of 20 and of 1 rows.
     7 and 500 rows, two devices                         1 unit: 7 and 500 rows     |  none: exact, and one device has all the work
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

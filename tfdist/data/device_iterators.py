@@ -13,8 +13,6 @@ a prefetch. Two things are different here:
 The base classes are private to TensorFlow: tests/data/test_device_iterators.py fails when they change.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any, Self

@@ -11,8 +11,6 @@ Where every worker knows how long its data are, that is settled once (`parts`, `
 begins with one message, of one number a worker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re

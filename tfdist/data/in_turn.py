@@ -8,8 +8,6 @@ the dataset has put it, so that nothing is gained; and every iterator begins by 
 two CPUs was 60 % of the time that it took. Keras makes two iterators at each `evaluate` and `predict`, and an epoch of `fit`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import tensorflow as tf

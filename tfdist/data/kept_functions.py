@@ -4,8 +4,6 @@ Keras makes a dataset at each call of `fit`, `evaluate` and `predict`, and Tenso
 takes as long as a small batch. What tfdist's own functions compute depends on the elements' kind alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from typing import Any
 

@@ -7,8 +7,6 @@
 So every worker takes as many steps as the longest part has, and no row is left out.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any

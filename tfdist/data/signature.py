@@ -28,8 +28,6 @@ datasets, `_functions` of graphs. Of a dataset that lacks an attribute the signa
 changes goes unnoticed here; tests/data/test_signature.py notices.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import posixpath

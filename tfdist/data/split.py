@@ -15,8 +15,6 @@ Note: every worker reads the global batch
     Batches are those of one process only if the workers' datasets agree; `dataset_signature` compares them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A `StringLookup` of a `set` has its words in another order in each process, one 
 words: a token would be another row of the embedding on each worker.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """What to change, of what was seen: each rule looks at the outcomes, and says something only where it finds its sign."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@
 What S is of each collective, and its factor: `planning.hardware.BUS_FACTORS`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import statistics

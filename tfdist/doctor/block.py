@@ -4,8 +4,6 @@ Operations do not take in a step what each takes over and over: what they read h
 elsewhere each time, and the executor hands them to other threads.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

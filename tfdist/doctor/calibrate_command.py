@@ -1,7 +1,5 @@
 """`python -m tfdist calibrate --out FILE`: measures the devices and links that a plan is to be made for."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -4,8 +4,6 @@ Everything is computed on all ranks at once, as in training: devices that share 
 alone is a figure of its own (`sharing`).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import statistics

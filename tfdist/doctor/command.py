@@ -1,7 +1,5 @@
 """`python -m tfdist doctor ...`: examines the devices, and says whether tfdist can be trusted on them."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import time

@@ -1,7 +1,5 @@
 """Checks of a command, in order, on all workers: the command's arguments, the course, and the exit code."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """What the machine is: versions, devices, links, and how bytes will travel between the devices."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import os

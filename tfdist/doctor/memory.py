@@ -6,8 +6,6 @@ On every device: what `memory_report` counts, and the variables that exist. On G
 given out at once in a few steps, of which the formula is the largest part (`most_bytes`).
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import math

@@ -7,8 +7,6 @@ The tolerance is that of the dtype in which products are taken. On CPUs deviatio
 2e-2 (bfloat16) were seen; a lost or doubled part of a gradient is an error of at least a half.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

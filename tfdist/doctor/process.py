@@ -9,8 +9,6 @@ An error ends the child, too: after a collective has failed, no later one of tha
 that TensorFlow is imported once. That is allowed as long as this process has asked for no device: it must not.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import os

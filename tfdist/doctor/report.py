@@ -1,7 +1,5 @@
 """The report of an examination: text for people, JSON for machines."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What the checks of one process share: the devices, and strategies over them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

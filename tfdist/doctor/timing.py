@@ -1,7 +1,5 @@
 """How long something takes that all ranks of all workers do at once."""
 
-from __future__ import annotations
-
 import functools
 import math
 import time

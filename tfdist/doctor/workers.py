@@ -4,8 +4,6 @@ Each worker has a doctor, whose checks run in processes of their own; these form
 The doctors are connected beside that, as workers are while a job runs (`runtime.rendezvous`), from beginning to end.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

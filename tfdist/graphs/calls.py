@@ -7,8 +7,6 @@
 The names are private to TensorFlow: tests/test_private_names.py fails when they change.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Hashable
 from typing import Any

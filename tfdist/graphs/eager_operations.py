@@ -4,8 +4,6 @@ TensorFlow hands what watches its operations the list of results that it returns
 tapes before. So a result that is put in the list is the caller's, and what tapes have recorded of the first one is not reached.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence

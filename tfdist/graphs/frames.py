@@ -1,7 +1,5 @@
 """The lines of Python that run: who has asked for an eager operation, and who reads the numbers of an eager tensor."""
 
-from __future__ import annotations
-
 import sys
 from types import FrameType
 

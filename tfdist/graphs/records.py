@@ -4,8 +4,6 @@ A tape goes back along the tensors that it saw an operation read. Told again of 
 operation reads now, by TensorFlow's own gradient of it; what the tape had recorded of it before is no longer reached.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any

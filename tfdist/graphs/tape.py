@@ -4,8 +4,6 @@
 which tensor the consumers see.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Ways through the graph of a traced function: back, from a tensor to what it is computed of, and on."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any

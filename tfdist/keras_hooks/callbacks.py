@@ -4,8 +4,6 @@ Each worker must be given the same callbacks. The mistake to avoid: a callback f
 ever. `TensorBoard` is left alone: the event files of two workers differ in name, so they may share a directory.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 The setting `use_kernels` of the strategy switches all of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """Layers: whose they are; on a part of the batch, normalization, random numbers, convolutions and poolings, and losses of sharded
 outputs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

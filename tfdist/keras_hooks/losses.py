@@ -1,7 +1,5 @@
 """Losses: a rank's loss is its share of the mean over the global batch, instead of the mean over its own part."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

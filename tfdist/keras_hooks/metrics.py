@@ -1,7 +1,5 @@
 """Metrics: a metric is that of the global batch, where it is updated, where its result is asked for, and in the logs."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

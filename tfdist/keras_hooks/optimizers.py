@@ -1,7 +1,5 @@
 """Optimizers: what every optimizer, `LossScaleOptimizer`, `Nadam` and the callback `SwapEMAWeights` do in a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ragged tensors of a batch: which rows theirs are their operations do not tell, since each rank counts its own values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

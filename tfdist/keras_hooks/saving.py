@@ -1,7 +1,5 @@
 """Saving: under several workers all read the model's variables, and the chief alone writes the file; exports are plain."""
 
-from __future__ import annotations
-
 import inspect
 import io
 from collections.abc import Callable, Iterable

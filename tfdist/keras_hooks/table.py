@@ -9,8 +9,6 @@ original, untouched, for all but tfdist's.
     every further strategy            nothing
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """TensorFlow itself: AutoGraph leaves tfdist's code as it is, seeds are those of a rank, tapes see a sharded variable as one."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Models: `compile` checks that model, optimizer and strategy belong together; `fit` and `predict` do without equal batches."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import threading

@@ -1,7 +1,5 @@
 """Variables: where and when a weight is made, in which dtype it is read, and what is noted when a layer assigns to it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

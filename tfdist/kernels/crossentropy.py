@@ -7,8 +7,6 @@ TensorFlow's own kernel goes over the logits in a scalar loop, and takes three t
 (docs/notes/kernels.md). Both hold one tensor of the logits' size from forward to backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -14,8 +14,6 @@ which is faster than Sum on a CPU.
 Other axes, and parameters of another shape than the axis, are left to Keras.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any

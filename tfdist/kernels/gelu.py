@@ -13,8 +13,6 @@ Values are TensorFlow's own, bit by bit, but for the exact GELU in float32 on CP
 long as its erf: Phi(x) is (1 + erf(x / sqrt 2)) / 2, as in PyTorch, which differs from erfc's by rounding of 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -8,8 +8,6 @@ example by example, and sums up as many gradients of the kernel.
 Keras's values to rounding. Equations of any other form are left to Keras.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

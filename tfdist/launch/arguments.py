@@ -1,7 +1,5 @@
 """Commands of the program, and types of their arguments: text in, a value in its range out, or what is said of a wrong one."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """The command line: `python -m tfdist run ...`. A command is a parser and a function from its arguments to an exit code."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -1,7 +1,5 @@
 """The GPUs of this machine and each worker's share of them. Found out without TensorFlow, which would take them."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 from collections.abc import Mapping

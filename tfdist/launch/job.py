@@ -9,8 +9,6 @@ A worker that ends only because another failed exits with `PEER_FAILED_EXIT_CODE
 whose process still dumps or unwinds. So it is the cause only if nobody fails otherwise in the time that all are given.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

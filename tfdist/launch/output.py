@@ -1,7 +1,5 @@
 """What a worker prints: in whole lines under its name, raw in a file, and its end, for the case that it fails."""
 
-from __future__ import annotations
-
 import collections
 import re
 import sys

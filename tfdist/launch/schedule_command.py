@@ -1,7 +1,5 @@
 """`python -m tfdist schedule ...`: shows a pipeline's schedule and what it costs, without running it."""
 
-from __future__ import annotations
-
 import argparse
 import pathlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The tasks of a job on this machine, each with a free port."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 

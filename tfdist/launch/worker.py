@@ -1,7 +1,5 @@
 """One worker process: started in a process group of its own, signalled with that group, reaped last; and who is stopped alone."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -5,8 +5,6 @@ In a `.weights.h5` or `.keras` file Keras names the weights of a model's layers 
 layer that it is outside replicas, and files are exchanged between the two.
 """
 
-from __future__ import annotations
-
 from keras.src.utils import naming
 
 SAVED_AS: dict[str, str] = {}  # by the name that a layer's class gives it

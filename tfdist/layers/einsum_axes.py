@@ -4,8 +4,6 @@ column    a label of the kernel that is in the output only        "abc,cde->abde
 row       a label of the kernel that is summed over               "abcd,cde->abe": c        input channels
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import keras

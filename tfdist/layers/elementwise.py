@@ -3,8 +3,6 @@
 If `f` is elementwise then `[f(Y_1), …, f(Y_t)] = f([Y_1, …, Y_t])`: each rank applies it to its own part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -13,8 +13,6 @@ operation and no copy. Operations of TensorFlow itself (`tf.nn.conv2d`), and lay
 compute, such as a mean over the batch, are the author's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 KerasHub is not imported: classes are known by name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

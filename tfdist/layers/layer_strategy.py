@@ -10,8 +10,6 @@
 Where a scope is open, that of no tfdist strategy too, it counts alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
@@ -30,7 +28,7 @@ _of_layers: weakref.WeakKeyDictionary[Any, tf.distribute.Strategy] = weakref.Wea
 def note_made(layers: Iterable[Any]) -> None:
     """Notes that a weight of the first of `layers`, if there is one, has been made in the scope that is open."""
     layer = next(iter(layers), None)
-    if layer is not None and config_of(tf.distribute.get_strategy()) is not None:
+    if isinstance(layer, keras.layers.Layer) and config_of(tf.distribute.get_strategy()) is not None:
         _of_layers[layer] = tf.distribute.get_strategy()
 
 
@@ -57,11 +55,13 @@ def layers_before(inputs: Any) -> Iterator[keras.layers.Layer]:
 
 def strategy_of(layer: Any) -> tf.distribute.Strategy | None:
     """Returns the tfdist strategy that `layer`, or a layer within it, belongs to: of a model the one that it was made in."""
-    made_in = getattr(layer, "_distribute_strategy", None) or _of_layers.get(layer)
+    made_in = getattr(layer, "_distribute_strategy", None)
     if config_of(made_in) is not None:
         return made_in
     if not isinstance(layer, keras.layers.Layer):
         return None
+    if layer in _of_layers:
+        return _of_layers[layer]
     return next((strategy for variable in layer.variables if config_of(strategy := made_by(variable)) is not None), None)
 
 

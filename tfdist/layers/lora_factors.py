@@ -9,8 +9,6 @@ summands are added up on the way back. A table whose rows are padded has a padde
 Source: the factors are those of Keras's `enable_lora`; Hu et al. 2021.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

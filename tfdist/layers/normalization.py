@@ -19,8 +19,6 @@ are, and that gradient is 0.
 Source: the algebra is that of Chan, Golub and LeVeque 1979; PyTorch's SyncBatchNorm gathers as much.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@
 A call reads the numbers of heads of the layer in Python: within a replica those attributes give the rank's own numbers.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

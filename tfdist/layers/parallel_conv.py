@@ -8,8 +8,6 @@ row       K by input channels       rank i: X_i * K_i,  Y = sum + b    X sharded
 Between the two stands what treats each channel by itself: activations, pooling, `ChannelParallelBatchNormalization`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

@@ -8,8 +8,6 @@
 A column-parallel layer followed by a row-parallel one needs no communication between the two.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

@@ -1,7 +1,5 @@
 """`EinsumDense` over the ranks of a tensor group, sharded by column or by row as `Dense` is in `parallel_dense`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

@@ -6,8 +6,6 @@
 One all-reduce forward, of the output, and one backward, of the input's gradient.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

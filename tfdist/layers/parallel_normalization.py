@@ -6,8 +6,6 @@ The statistics of a channel are those of its own elements, so that a rank needs 
 those of the Keras layer are (`normalization`, `statistics`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

@@ -10,8 +10,6 @@ Both send the same bytes: an all-reduce is a reduce-scatter and an all-gather. S
 residuals of 1/t of the positions on each rank.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

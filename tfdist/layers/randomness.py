@@ -27,8 +27,6 @@ each rank; `tf.random.stateless_normal` is, too. Layers turn their `seed=3` into
 replicas, once. `keras.random.shuffle` and what pairs examples (`MixUp`) shuffle a rank's own rows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """Layers that are computed again in backward instead of keeping what they compute."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

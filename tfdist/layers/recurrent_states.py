@@ -9,8 +9,6 @@ those of the first rank, and can be reset; they are not saved.
 `_expected_batch_size` and `_shape` are private to Keras: tests/layers/test_private_names_of_layers.py fails when they change.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

@@ -23,8 +23,6 @@ Outside `strategy.run` of a tfdist strategy with a tensor axis, and in Keras's s
 Source: f and g of Megatron-LM, Shoeybi et al. 2019; the sequence-parallel pair of Korthikanti et al. 2022.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

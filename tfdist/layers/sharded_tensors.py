@@ -10,8 +10,6 @@ A layer with `gather_output=False` returns this rank's part of its output. The t
 Such a layer also says so before it computes, in its attribute `output_shard`, for a pipeline that is divided behind it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """What tensor-parallel layers have in common: weights that are sharded, and what cannot be done with them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

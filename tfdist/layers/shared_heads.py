@@ -8,8 +8,6 @@ the projection is then a summand, and the summands are added up over the ranks.
 Source: Shazeer 2019, *Fast Transformer Decoding: One Write-Head is All You Need*; sharded as by Megatron-LM.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

@@ -15,8 +15,6 @@ The mistake to avoid: a nested `tf.function` around the assignment. It is traced
 it does not see the assignment.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any

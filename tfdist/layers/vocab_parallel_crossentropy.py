@@ -6,8 +6,6 @@
 Each rank takes the maximum, the sum and, if it has it, the logit of the label, of its own part. Backward nothing moves.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

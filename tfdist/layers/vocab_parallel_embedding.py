@@ -3,8 +3,6 @@
 vocabulary 10, t = 4, padded to 12     rank 0: rows [0, 3)   rank 1: [3, 6)   rank 2: [6, 9)   rank 3: [9, 10), 2 of zeros
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

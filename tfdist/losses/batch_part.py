@@ -1,7 +1,5 @@
 """What the losses of a part of the global batch count in the loss of the whole."""
 
-from __future__ import annotations
-
 import abc
 
 import tensorflow as tf

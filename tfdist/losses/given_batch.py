@@ -7,8 +7,6 @@ that have them, and a sum is divided by how many these are.
 Over several workers a batch that is the same on all of them is the global batch; batches that differ are parts of one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

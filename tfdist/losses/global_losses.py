@@ -32,8 +32,6 @@ call, is taken for a share: call `add_loss` twice). Of any other (`Dice`, a rati
 needs first (see `placements.repair`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from typing import Any

@@ -9,8 +9,6 @@ A loss that is no mean over rows (a root, a ratio of sums, rows that meet) is no
 tells them apart, and such a loss is computed of all slices together.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import threading

@@ -1,7 +1,5 @@
 """Gradients of a rank's own means, in a step of Keras's trainer (see `trainer_step`), and of its shares, in a loop."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

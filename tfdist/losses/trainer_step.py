@@ -20,8 +20,6 @@ of 1, and what it returns is divided by the weight of the rank that has it, wher
 every tape that is asked for the gradient of a sharded parameter (stage 3), which leaves the tape reduced.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What is known of devices beside their names: what card it is, what its allocator has given out, how it multiplies float32."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

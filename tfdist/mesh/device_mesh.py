@@ -1,7 +1,5 @@
 """The devices as a grid with three named axes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The devices of this machine: which to use, and how to split the CPU for trying things without GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """One GPU as several logical ones, so that what needs many GPUs can be tried on one."""
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 from tfdist import errors

@@ -10,8 +10,6 @@ The update is traced into a graph that is thrown away, and every value that is a
 computed of. What this file does not know counts as not adding up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

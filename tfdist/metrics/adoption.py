@@ -8,8 +8,6 @@
 Its variables become the strategy's, with what they hold: from then on each rank may have a part of it.
 """
 
-from __future__ import annotations
-
 import keras
 import tensorflow as tf
 

@@ -3,8 +3,6 @@
 A metric that is no sum over rows is given the rows of all ranks. Several metrics of a step gather the same predictions once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -11,8 +11,6 @@ N curves, of ratios with different denominators.
                                                 message for each dtype, in one process additions
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import weakref

@@ -8,8 +8,6 @@ Which it is is found out when a metric is first updated in `strategy.run`, and h
 exact all the same: a maximum, a metric function that returns one number for the batch, a ratio.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import weakref

@@ -3,8 +3,6 @@
 The exponential moving average (`use_ema`) is kept on the shards. A constraint (`kernel_constraint=...`) may need whole weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What an optimizer does when it is built and applied under a tfdist strategy, in the place of Keras's own."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

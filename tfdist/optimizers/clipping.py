@@ -4,8 +4,6 @@ Norms are summed over the ranks that hold the shards, all in one message: one nu
 `clipnorm`. A gradient that every rank holds whole (stage 0) is summed on each of them, without a message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

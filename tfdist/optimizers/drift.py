@@ -5,8 +5,6 @@ breaks that on tensor ranks without any error, and the ranks' models drift apart
 rank updates its part: they differ where machines compute differently.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The norm of the reduced gradient, and its clipping, for a `train_step` or a training loop of one's own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@
 As long as it has done nothing yet it is moved under the model's strategy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

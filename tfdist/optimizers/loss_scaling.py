@@ -5,8 +5,6 @@ trace in which that is: Keras takes the initial scale, a constant, and TensorFlo
 function is traced once, and what has read the constant is made to read the variable when that is there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ the others have zeros. So every rank takes its part of an ordinary step, with al
 reduction of an ordinary step, and outside any `tf.function` the call of a traced one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ sends the new weights to the others. Of a variable that is sharded over the tens
 the same step on the whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

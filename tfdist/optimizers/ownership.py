@@ -8,8 +8,6 @@ alone takes the step and then sends the result to the others of its sharding gro
     rank 1         slots of b and c
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ full gradients exist at once, loses no time to waiting for updates between: it r
 so. And so does every stage if all gradients must be there before the first is used, for a norm or for accumulators.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import re

@@ -1,7 +1,5 @@
 """How the shards that the ranks have updated reach the copies that all of them compute with (stages 1 and 2)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -10,8 +10,6 @@ With several sharding groups sums are taken in two levels (`sharding.shard_messa
 `gradient_compression` gradients travel as `collectives.compressed` says.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -9,8 +9,6 @@ files, apart from the optimizer's variables, so that these are in a file what th
 A file without it is of a run that keeps none: nothing is lost yet.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

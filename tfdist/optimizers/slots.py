@@ -1,7 +1,5 @@
 """An optimizer's slots: which of its variables belong to one parameter, and which ranks keep them."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """One optimizer step, from the gradients as they left the tape to the weights: the list of `plan`, walked from top to bottom."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence

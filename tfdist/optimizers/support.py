@@ -1,7 +1,5 @@
 """Which optimizers may run on flat shards, and the refusal of what cannot be done exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ What is updated side by side, and what by a function that several parameters sha
 elementwise optimizers, whose `update_step` looks at nothing of a parameter but its elements (`support.may_share`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The operation is not `tf.timestamp`, which is stateful: a `tf.function` runs sta
 those of one rank before those of the next, and ranks of a pipeline wait for each other.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

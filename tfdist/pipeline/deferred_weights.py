@@ -7,8 +7,6 @@ makes the weight.
 `_value` and `_initializer` are private to Keras: tests/pipeline/test_private_names_of_pipeline.py fails when they change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a `PipelineModel` is given: a model, or a list of layers or of stages; whether it can be trained in stages."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradients added up over microbatches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ microbatch. The tracker should get the loss of the batch, so the microbatches' s
 `_compile_loss` and its `_metrics` are private to Keras: tests/pipeline/test_private_names_of_pipeline.py fails when they change.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

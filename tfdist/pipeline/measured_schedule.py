@@ -1,7 +1,5 @@
 """When each action of a schedule really runs, measured; `simulate` computes the same from durations."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

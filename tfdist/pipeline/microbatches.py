@@ -1,7 +1,5 @@
 """The microbatches of a rank's batch."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence

@@ -24,8 +24,6 @@ close no circle.
 The GPU waits for the host once for each action, and twice for a backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """What a rule sees of an operation: its type, its attributes, what is known of its inputs; no graph, no rank."""
 
-from __future__ import annotations
-
 import abc
 import copy
 import functools

@@ -3,8 +3,6 @@
 `tf.get_static_value` knows constants, and not what is computed of the number of axes, nor `tf.shape(x)[0]` where it is known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

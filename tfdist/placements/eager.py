@@ -10,8 +10,6 @@ What the user's code is handed, and what tapes go back through, is the second re
 run the same operations, as they must run the same collectives. What Python has read (`float(mean)`) is no operation.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

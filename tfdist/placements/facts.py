@@ -5,8 +5,6 @@ returned, and what somebody has `declared` (a Keras loss, a tape's gradient, a n
 rule of each operation is followed, through branches, loops and functions too, each operation once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -3,8 +3,6 @@
 Branches, loops and functions are graphs within, of which only the placements of what goes in and comes out are seen outside.
 """
 
-from __future__ import annotations
-
 import abc
 import functools
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What TensorFlow's kernels do with buffers and processors, by what the table of operations says of them."""
 
-from __future__ import annotations
-
 from tfdist.placements.rules import batches, gathers, joins, pointwise, products, views
 from tfdist.placements.table import Kind, row_of
 

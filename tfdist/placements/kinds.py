@@ -13,8 +13,6 @@ With one data rank every tensor is `Replicate`. A rank without rows has a weight
 for a sum over none 0, or NaN where that was computed of a mean: it adds nothing to any whole.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from typing import TypeAlias

@@ -11,8 +11,6 @@ What the branch that is not taken divides by, or takes the logarithm of, is not 
 one of a `tf.switch_case`.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Each operation that makes of known inputs what is not known is asked for what it
 the next ones are asked, until the tensor is known. What nothing can be done about is lost, and taken for a rank's own.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection
 

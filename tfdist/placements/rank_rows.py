@@ -1,7 +1,5 @@
 """The rows of the global batch that one rank has, and its weight in means over all rows."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -13,8 +13,6 @@ one device is V = sum_r f_r v_r, and nothing needs to be sent for it where v_r i
     T = max_r t_r        passes on  V / f_r where t_r = T, divided among all that are equal to it
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

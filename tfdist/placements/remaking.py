@@ -5,8 +5,6 @@ time up to the first one that returns one number, a sum, which reads what was ma
 (`x.shape[0]`) has left it in the graph as a constant: nothing can be made again of that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

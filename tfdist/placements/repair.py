@@ -11,8 +11,6 @@ What is wanted is asked for by its name (`known`): a loss, a log, a value that i
 mended as soon as it is seen (`look`), in front of any message that may depend on it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """What the repair of a step must see of the graph around an operation: who reads it, what says how large something is."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

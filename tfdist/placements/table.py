@@ -3,8 +3,6 @@
 An operation that is not in it makes `Unknown` of anything but what is the same on all ranks.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What is told, once, of numbers that a rank cannot compute of its part of a batch, and that could not be mended."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import types

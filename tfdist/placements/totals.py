@@ -1,7 +1,5 @@
 """Numbers of which each data rank has a part, made those of all rows, the same on all ranks: a message for all of one kind."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import TypeAlias

@@ -1,7 +1,5 @@
 """What a rule sees of an operation of a graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The function that makes a model, by the name that stands on a command line."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

@@ -1,7 +1,5 @@
 """One way to train a model on so many devices: the settings that a plan chooses among."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """`python -m tfdist plan ...`: whether a model fits on some devices, how fast a step is, and which plan is best."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import pathlib

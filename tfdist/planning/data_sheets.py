@@ -16,8 +16,6 @@ Between hosts: the adapters of the vendor's own machines, for each GPU: DGX-1 12
 L40S 25 GB/s are assumed.
 """
 
-from __future__ import annotations
-
 from tfdist import errors
 from tfdist.planning.hardware import BUS_FACTORS, Collective, Hardware
 

@@ -1,7 +1,5 @@
 """The Keras model of a decoder's configuration: plain layers of Keras, in blocks of their published shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

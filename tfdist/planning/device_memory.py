@@ -1,7 +1,5 @@
 """What the fullest device of a plan holds at once."""
 
-from __future__ import annotations
-
 import dataclasses
 
 

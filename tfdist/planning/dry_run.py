@@ -4,8 +4,6 @@ The memory and messages of a plan are arithmetic on a trace of the plain model (
 traces the step: buckets, gathers in flight, what stages of a pipeline keep and the order of everything are those that will run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -6,8 +6,6 @@ that it alone has and those that are summed over, in either order: "abc" times "
 Source: TensorFlow's `einsum_op_impl.h`, `ReduceOperand`.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import tensorflow as tf

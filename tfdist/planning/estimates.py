@@ -1,7 +1,5 @@
 """What a replica of a traced model computes and sends under a candidate."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -6,8 +6,6 @@ the first of backward, and is kept. A gradient is reduced for each gather in whi
 output layer, too, twice. Added up before, the gradient of the output layer would be there, whole, until the end of backward.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -8,8 +8,6 @@ forward, and kept beside it for backward. In a pipeline forward and backward of 
 them computes is not moved to the other. A product with one is in the gradient of swish, `tf.nn.silu`, whose slope is one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import tensorflow as tf

@@ -10,8 +10,6 @@
 Measured by `python -m tfdist calibrate`, or from data sheets, of which nothing is measured here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

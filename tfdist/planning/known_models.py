@@ -10,8 +10,6 @@ MLP of width f has
 parameters, and with biases d (q + 2 k) + h + f + h (gated + f) more.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

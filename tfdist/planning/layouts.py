@@ -1,7 +1,5 @@
 """How a model is sharded over tensor ranks, and split in the stages of a pipeline, as tfdist would do it."""
 
-from __future__ import annotations
-
 import functools
 
 import keras

@@ -6,8 +6,6 @@ what backward needs of forward's tensors alone in forward. As another thread goe
 there until the next one has begun.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """What one device holds under a plan: model state by arithmetic, to the byte, and on top of it what a step takes."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """A strategy of which one rank is here: its steps are traced as that rank traces them among all others, and never run."""
 
-from __future__ import annotations
-
 import math
 
 import tensorflow as tf

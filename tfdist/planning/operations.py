@@ -1,7 +1,5 @@
 """What operations of TensorFlow do with memory: whose output is an input's buffer, and who may take one over."""
 
-from __future__ import annotations
-
 import math
 
 import tensorflow as tf

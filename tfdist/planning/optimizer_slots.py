@@ -1,7 +1,5 @@
 """The variables of an optimizer, counted by making them without values."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

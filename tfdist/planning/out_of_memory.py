@@ -6,8 +6,6 @@ activations those that were there; of models that cannot be traced from their co
 the difference of the state alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """What ranks keep of each weight of a model under a plan."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

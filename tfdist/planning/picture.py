@@ -1,7 +1,5 @@
 """A picture of plans: what each takes of a device's memory, part upon part, against what the device has."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """`tfdist.plan`: will it fit, how fast, and which way."""
 
-from __future__ import annotations
-
 import functools
 import os
 import pathlib

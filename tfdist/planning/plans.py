@@ -1,7 +1,5 @@
 """What `tfdist.plan` returns: the plans that fit, those that do not, the best one, and what was assumed."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Sequence

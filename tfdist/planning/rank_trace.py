@@ -1,7 +1,5 @@
 """A training step as one rank of a plan traces it: the real strategy, model and optimizer, with the other ranks absent."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

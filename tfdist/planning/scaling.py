@@ -7,8 +7,6 @@ Source: Kaplan et al. 2020, *Scaling Laws for Neural Language Models*, for 6 N D
 Large Language Models* (Chinchilla), for the tokens: some 20 for each parameter, by its approaches 1 and 2.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

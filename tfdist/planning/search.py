@@ -1,7 +1,5 @@
 """Every way to spread a model over some devices, and those among them that fit, fastest first."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

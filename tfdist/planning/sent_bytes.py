@@ -11,8 +11,6 @@ With P bytes of the local part of parameters, padded to N equal shards, and ring
     pipe     what passes between stages, each way, and the loss
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Sizes and counts as people write them: "80 GB", "80GiB", 8e10, "1.4T"."""
 
-from __future__ import annotations
-
 import math
 import numbers
 import re

@@ -1,7 +1,5 @@
 """What a step holds on a device on top of parameters and optimizer state, at its fullest moment."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 

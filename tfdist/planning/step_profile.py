@@ -1,7 +1,5 @@
 """What is in memory in the course of one step of a model, by the layers that made it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

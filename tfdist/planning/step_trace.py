@@ -1,7 +1,5 @@
 """The graph of a training step of a model whose weights hold no values: forward, loss and the gradients of all weights."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ A layer sharded by column leaves its output local up to one sharded by row, unle
 are a part of the heads.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

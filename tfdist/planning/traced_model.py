@@ -1,7 +1,5 @@
 """What is known of a model from traces without data and without the values of weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

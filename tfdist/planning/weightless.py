@@ -1,7 +1,5 @@
 """Models whose weights hold no values: built in seconds and hundreds of megabytes, whatever their size, to be traced."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect

@@ -1,7 +1,5 @@
 """What a model really holds on each device."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable

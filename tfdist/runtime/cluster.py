@@ -1,7 +1,5 @@
 """The workers of a job, and which of them this process is. Without TensorFlow, which the launcher does not need."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -3,8 +3,6 @@
 Private names of TensorFlow: the eager context's methods around the service. A put or get costs about a millisecond.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import contextvars
@@ -37,6 +35,8 @@ _LIBRARY = os.path.join(tf.sysconfig.get_lib(), "libtensorflow_cc.so.2")
 # How long one blocking read of the store lasts, before the waiting worker looks up.
 _POLL_SECONDS = 2.0
 _HEALTH_MILLISECONDS = 2000
+# Values whose counterparts never come, since another worker has read less far ahead, are forgotten at last.
+_MOST_COMPARED = 4096
 
 _SAME_PROGRAM = (
     "Every worker must build the same model, optimizer and steps, in the same order: look for code that depends on the worker, "
@@ -138,6 +138,8 @@ class Coordination:
         self.cluster = cluster
         self._watch = watch
         self._prefix = f"tfdist/{prefix}"
+        self._compared: collections.OrderedDict[str, Difference] = collections.OrderedDict()
+        self.listen("compared", self._difference)
         self.meetings = 0  # to which this worker has come
         self.waits_at = ""  # the words for the meeting at which it waits for others, "" where it does not
 
@@ -217,15 +219,22 @@ class Coordination:
 
     def compare(self, key: str, value: Any, difference: Difference) -> None:
         """Ends the job where `difference` has words for another worker's value of `key`; waits for nobody. For any thread."""
-        self._watch.compare(f"{self._prefix}/{key}", value, difference)
+        self._compared[key] = difference  # before it is told: of two workers one at least has its own when the other's comes
+        if len(self._compared) > _MOST_COMPARED:
+            self._compared.popitem(last=False)
+        self.tell("compared", [key, value])
 
-    def tell_written(self, number: int, written: list[Any]) -> None:
-        """Tells the others what this worker has assigned before its program `number`: see `outside_writes`."""
-        self._watch.tell_written(self._prefix, number, written)
+    def _difference(self, index: int, told: Any) -> str:
+        difference = self._compared.get(told[0])  # in one step: another thread may forget it
+        return "" if difference is None else difference(index, told[1])
 
-    def hear_written(self, heard: Callable[[int, int, list[Any]], str]) -> None:
-        """Has `heard(worker, number, written)` called, in another thread, for what others tell; the job ends with its words."""
-        self._watch.hears_written[self._prefix] = heard
+    def tell(self, listener: str, value: Any) -> None:
+        """Tells the others' `listener` of that name this `value`, what JSON can carry, and waits for nobody; for any thread."""
+        self._watch.tell(f"{self._prefix}/{listener}", value)
+
+    def listen(self, listener: str, heard: Callable[[int, Any], str]) -> None:
+        """Has `heard(worker, value)` called, in another thread, for what others tell; the job ends with its words, if any."""
+        self._watch.listeners[f"{self._prefix}/{listener}"] = heard
 
     def fail(self, expected: str, *, fix: str = _SAME_PROGRAM, awaited: int | None = None) -> NoReturn:
         """Raises RuntimeError with this text, as `errors.message`, after telling the other workers: the job cannot go on.

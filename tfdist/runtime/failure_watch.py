@@ -20,10 +20,7 @@ A thread of Python is silent, too, while a call of another holds the interpreter
 is heard of is asked by TensorFlow's server, whose threads need no interpreter: one that answers lives.
 """
 
-from __future__ import annotations
-
 import atexit
-import collections
 import os
 import sys
 import threading
@@ -61,8 +58,6 @@ _INTERRUPT_SECONDS = 3.0
 _INTERRUPTED_EXIT_CODE = 130
 # Who waits for another worker outside of steps looks up this often at least.
 _AWAITED_SECONDS = 5.0
-# Values whose counterparts never come, since another worker has read less far ahead, are forgotten at last.
-_MOST_COMPARED = 4096
 # A collective that fails is followed by a word of the one whose fault it is, within this time.
 _CAUSE_SECONDS = 15.0
 
@@ -92,8 +87,7 @@ class FailureWatch:
         self._beat_seconds = min(_BEAT_SECONDS, peer_timeout_seconds / 5)
         self._peers = Peers()
         self._beats: dict[int, Word] = {}  # the last word of each other worker about itself
-        self._compared: collections.OrderedDict[str, coordination.Difference] = collections.OrderedDict()
-        self.hears_written: dict[str, Callable[[int, int, list[Any]], str]] = {}  # by strategy
+        self.listeners: dict[str, Callable[[int, Any], str]] = {}  # called with a worker, and what it tells them
         self._ended: dict[int, float] = {}  # whose programs have ended, and when
         self.watched: list[Watched] = []  # strategies; all workers add theirs in the same order
         self._idle_since = time.monotonic()
@@ -155,19 +149,12 @@ class FailureWatch:
         self._raised = awaited is None and threading.current_thread() is threading.main_thread()
         self._learn(failure)
 
-    def compare(self, key: str, value: Any, difference: coordination.Difference) -> None:
-        """Tells the others this worker's `value`, what JSON can carry, and waits for nobody; for any thread.
+    def tell(self, listener: str, value: Any) -> None:
+        """Tells the others' `listener` of that name this `value`, what JSON can carry, and waits for nobody; for any thread.
 
-        `difference` compares it with theirs of the same `key`; where it has words, the job ends with them.
+        Where the listener has words, the job ends with them.
         """
-        self._compared[key] = difference  # before it is told: of two workers one at least has its own when the other's comes
-        if len(self._compared) > _MOST_COMPARED:
-            self._compared.popitem(last=False)
-        self._peers.tell({"same": [key, value]})
-
-    def tell_written(self, prefix: str, number: int, written: list[Any]) -> None:
-        """Tells the others what this worker has assigned before the program `number` of the strategy of `prefix`."""
-        self._peers.tell({"written": [prefix, number, written]})
+        self._peers.tell({"told": [listener, value]})
 
     # The thread
 
@@ -208,14 +195,9 @@ class FailureWatch:
             return None if self._is_ending else Failure.from_word(word)
         if "ended" in word:
             self._ended[index] = time.monotonic()
-        if "same" in word:
-            key, value = word["same"]
-            difference = self._compared.get(key)  # in one step: another thread may forget it
-            words = "" if difference is None else difference(index, value)
-            return Failure(None, words, is_of_program=True) if words and not self._is_ending else None
-        if "written" in word:
-            prefix, number, written = word["written"]
-            words = self.hears_written[prefix](index, number, written) if prefix in self.hears_written else ""
+        if "told" in word:
+            listener, value = word["told"]
+            words = self.listeners[listener](index, value) if listener in self.listeners else ""
             return Failure(None, words, is_of_program=True) if words and not self._is_ending else None
         if "beat" in word:
             self._beats[index] = word["beat"]

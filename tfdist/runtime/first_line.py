@@ -4,8 +4,6 @@ The errors of TensorFlow's graphs begin with titles, traces and names of nodes, 
 an error of Python inside a graph (`tf.py_function`, `Dataset.from_generator`) comes as one of TensorFlow's.
 """
 
-from __future__ import annotations
-
 import itertools
 import pathlib
 import re

@@ -4,8 +4,6 @@ A package above says what (`before_first_use`), and what may be used first, with
 tensor-parallel layer in a plain Keras model, or a pipeline in one place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 _actions: list[Callable[[], None]] = []

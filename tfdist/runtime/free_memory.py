@@ -1,7 +1,5 @@
 """Memory of the C heap that nobody uses and that the system does not get by itself."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 

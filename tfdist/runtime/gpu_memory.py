@@ -1,7 +1,5 @@
 """How much memory a GPU has, asked of the CUDA driver before TensorFlow starts, which takes nearly all of it."""
 
-from __future__ import annotations
-
 import ctypes
 
 

@@ -4,8 +4,6 @@ Python's handlers run in the main thread only, between two of its instructions. 
 once, which another thread reads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

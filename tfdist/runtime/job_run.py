@@ -7,8 +7,6 @@
 Without either nothing is known of the job, and its name is "".
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

@@ -4,8 +4,6 @@ The launcher's variable TFDIST_LEFTOVERS is "descriptor:inode" of a pipe. A proc
 pipe has another file under that number, or none, and tells nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

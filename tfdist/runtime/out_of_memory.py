@@ -1,7 +1,5 @@
 """What is added to TensorFlow's error when a step runs out of a device's memory. Who can tell more says so here: the planner."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

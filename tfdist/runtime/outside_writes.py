@@ -7,19 +7,17 @@ Each worker numbers its programs of collectives (steps, evaluations, readings), 
 digests, and costs nothing where nothing was assigned.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from tfdist import errors
-from tfdist.runtime.cluster import Cluster
+from tfdist.runtime.coordination import Coordination
 
 Written = list[list[Any]]  # of each assignment the variable's name and a digest, in order
 
@@ -43,15 +41,11 @@ def digest_of(value: Any) -> int:
 
 
 class OutsideWrites:
-    """What this worker has assigned, and what it has heard of others'.
+    """What this worker has assigned, and what it has heard of others'."""
 
-    Args:
-        tell: tells all other workers (`begin` of whom then finds it in `heard`) what was assigned before a program.
-    """
-
-    def __init__(self, cluster: Cluster, tell: Callable[[int, Written], None]):
-        self._cluster = cluster
-        self._tell = tell
+    def __init__(self, coordination: Coordination):
+        self._coordination = coordination
+        coordination.listen("written", self._heard)
         self._lock = threading.Lock()
         self._now: Written = []  # since the last program
         self._number = 0
@@ -82,11 +76,12 @@ class OutsideWrites:
                     self._own.popitem(last=False)
             heard = self._others.pop(number, {})
         if written:
-            self._tell(number, written)
+            self._coordination.tell("written", [number, written])
         return next((words for index, theirs in heard.items() if (words := self._difference(index, written, theirs))), "")
 
-    def heard(self, index: int, number: int, theirs: Written) -> str:
-        """Returns how worker `index`, which has told this of its program `number`, differs; "" if not, or not yet. Any thread."""
+    def _heard(self, index: int, told: Any) -> str:
+        """Returns how worker `index`, which has told this of one of its programs, differs; "" if not, or not yet."""
+        number, theirs = told
         with self._lock:
             if number > self._number:
                 self._others.setdefault(number, {})[index] = theirs
@@ -98,7 +93,8 @@ class OutsideWrites:
     def _difference(self, index: int, own: Written, theirs: Written) -> str:
         if own == theirs:
             return ""
-        here, there = self._cluster.task, self._cluster.tasks[index]
+        cluster = self._coordination.cluster
+        here, there = cluster.task, cluster.tasks[index]
         place = next(
             (n for n, (one, other) in enumerate(zip(own, theirs, strict=False)) if one != other), min(len(own), len(theirs))
         )

@@ -4,8 +4,6 @@ A word is a dictionary, sent as one line of JSON. Nothing waits for a peer: what
 is too much for that is kept until it reads again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

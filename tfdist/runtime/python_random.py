@@ -1,7 +1,5 @@
 """The states of Python's and NumPy's global random generators, as what JSON can carry."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -10,8 +10,6 @@ at the address that its server takes over afterwards, and connects to every othe
     launcher   "tfdist failed ..."  ──▶  each   when a worker has ended, which may not have been connected
 """
 
-from __future__ import annotations
-
 import json
 import select
 import socket

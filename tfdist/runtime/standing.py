@@ -1,7 +1,5 @@
 """Where the main thread stands, for a message about a worker that others wait for. No TensorFlow here."""
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

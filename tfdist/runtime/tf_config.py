@@ -1,7 +1,5 @@
 """The environment of a worker: the only file that reads TF_CONFIG."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ on every core these parts wait for each other's cores: a pipeline of small opera
 times as long on two cores (`docs/notes/benchmarks.md`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 

@@ -5,8 +5,6 @@ another thread, between calls   the workers meet: all hand over after the same c
 another thread, beside a call   refused: nobody knows which one comes first on another worker
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -35,8 +33,7 @@ class Turns:
 
     def __init__(self, coordination: Coordination, timeout_seconds: float):
         self._coordination = coordination
-        self.writes = OutsideWrites(coordination.cluster, coordination.tell_written)
-        coordination.hear_written(self.writes.heard)
+        self.writes = OutsideWrites(coordination)
         self._timeout = timeout_seconds
         self._lock = threading.Lock()
         self._last: threading.Thread | None = None

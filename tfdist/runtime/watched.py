@@ -11,8 +11,6 @@ Worker 0 has come to meeting 3 before its 6th step 7, worker 1 the other way rou
 merely slow has completed no fewer steps than the one that waits at a later point has.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol

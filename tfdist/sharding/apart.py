@@ -6,8 +6,6 @@ branch, where `steps_per_execution` puts the step. A thread of its own is in no 
 what it makes is there as if it had always been.
 """
 
-from __future__ import annotations
-
 import contextvars
 from collections.abc import Callable, Iterable
 from concurrent import futures

@@ -1,7 +1,5 @@
 """Putting the shards of a variable together, for code outside replicas: reading, saving, a model called eagerly."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -9,8 +9,6 @@ With `prefetch` = 1 and layers 3, 2, 1, 0 on the way back (3 was gathered last, 
     gather 2 · reduce-scatter 3 · gather 1 · reduce-scatter 2 · gather 0 · reduce-scatter 1 · reduce-scatter 0
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

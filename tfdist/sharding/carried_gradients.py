@@ -7,8 +7,6 @@
 A loop can send nothing, and what is returned from a branch is a rank's own. So the sum over the ranks is made outside.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 
 import tensorflow as tf

@@ -14,8 +14,6 @@ optimizer takes. Of several sums of one variable in one step, each goes on from 
 Source: Seide et al. 2014; Karimireddy et al. 2019 ("Error Feedback Fixes SignSGD").
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -14,8 +14,6 @@ Who writes a copy in another way (`assign`, `set_weights`, loading, restoring, a
 what the copy lacked: what was assigned is what counts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence

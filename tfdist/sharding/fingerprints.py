@@ -1,7 +1,5 @@
 """Whether tensors are the same on several ranks, of which none sends them."""
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 _BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}

@@ -7,8 +7,6 @@ Two kinds of operations are told from all others:
                   masks, reshaped gradients
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

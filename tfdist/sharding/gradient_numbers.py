@@ -8,8 +8,6 @@ A gradient is one device's when it has been reduced; a number that a rank has co
 gradient is looked at in the order in which it is traced.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

@@ -14,8 +14,6 @@ hands looks like one device's gradient; what becomes of it shows from what the c
 Gathering makes all gradients exist whole, as at stage 1, and adds a third to what a step sends.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What a rank's gradients count where they are summed over the data axis."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

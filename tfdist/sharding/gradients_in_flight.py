@@ -18,8 +18,6 @@ What waits keeps what it is computed from. So a gradient that is smaller than th
 nor for its gathered parameters to be read and freed, which are as small.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf

@@ -11,8 +11,6 @@ The gradient of a held parameter is whole: this rank's summand, which the optimi
 does a gradient that the program has made itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

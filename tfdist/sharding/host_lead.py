@@ -38,8 +38,6 @@ The edges lead from what is earlier in the order in which operations are queued 
 or beside an edge from a gather to what reads it, and so close no cycle; what waits is never a collective.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -15,8 +15,6 @@ Note: several workers. To assemble is a collective there, which all must join, s
 anything in which workers may differ, such as when Python frees a model. There weights are kept in `strategy.gathered` only.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import functools

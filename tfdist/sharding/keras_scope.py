@@ -1,7 +1,5 @@
 """What sharding asks of Keras while variables are made and read. Private names: see tests/test_private_names.py."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -6,8 +6,6 @@ found by the sum itself; what has been computed of a sum is known as such (see `
 summand.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -11,8 +11,6 @@ global (5, 4), tensor axis 1 in 2 shards, then flat shards over data = 4: 10 ele
     └───────┴───────┘
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -9,8 +9,6 @@
 Several of them travel in one message (`collectives.group_ops`), side by side.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The unit of gathering: the variables of a Keras layer, or of several small ones of one model."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import weakref

@@ -11,8 +11,6 @@ Keras may put off making a variable, and makes it without a word of where. A req
 variable (`request_placement`), and opened whenever its value is made (`kept_placement`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import dataclasses

@@ -1,7 +1,5 @@
 """Where a tensor lives: the words of the ZeRO table. `Replicate` and `Partial` mean what they do of every tensor of a step."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from tfdist.placements.kinds import Partial, Replicate

@@ -25,8 +25,6 @@ what they wait for, and they are gathered where they are read. Ranks that run a
 collective together have traced the same operations, and so have the same order.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 from collections.abc import Iterator, Sequence, Set

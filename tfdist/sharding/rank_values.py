@@ -6,8 +6,6 @@ ranks run other layers than their peers, but draw from one seed generator, each 
 by bit is read, and put back, rank by rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

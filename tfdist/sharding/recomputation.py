@@ -18,8 +18,6 @@ behind what is computed again, the logits are there besides. So a region waits f
 computed from; none of them waits for a collective (`tfdist.sharding.gradients_in_flight`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ since TensorFlow, Keras and users' code test for these classes (Keras's own test
 exception to a variable being a `ShardedVariable`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -8,8 +8,6 @@ another number of ranks goes on from: each of N ranks takes an N-th of it. A run
 the run does that is begun again from the file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

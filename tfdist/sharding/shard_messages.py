@@ -9,8 +9,6 @@ Shards are gathered within a sharding group. Where there are several, of which e
 so that what the groups send each other is each rank's shard, and that alone is compressed where gradients are.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ The tensor carries a mark, as it may carry a Keras mask. It is on the very tenso
 from it. Who takes such tensors, and who gets them whole, is told in `tfdist.layers.sharded_tensors`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -6,8 +6,6 @@ slow.assign(slow + 0.5 * (weight - slow))           gathered, and the rank's sha
 total.assign_add(grad)                              the rank's shard of the sum over the ranks
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -15,8 +15,6 @@ collective, which sums it, and what is added to a variable that is no parameter,
 step of Keras's trainer every variable, gets the sum; so does a slot of an optimizer, of which a rank stores its part.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence

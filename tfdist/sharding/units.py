@@ -6,8 +6,6 @@ copy. A loop hands a weight that it captured on to its gradient as one of its ou
 joins of weights that are gathered together, as Keras does for cuDNN's LSTM and GRU.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any

@@ -10,8 +10,6 @@ in an order of its own, so what backward needs is collected and emitted together
 optimizer steps, before any other collective, and at the end at the latest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A variable of which every rank stores a shard."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Doing something around every assignment to a variable: the variable gets a class of its own, with methods that do it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

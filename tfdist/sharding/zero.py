@@ -4,8 +4,6 @@ A stage is data, not a code path: what is done with a parameter, its gradient an
 placed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from tfdist import errors

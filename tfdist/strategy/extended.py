@@ -1,7 +1,5 @@
 """The `StrategyExtended` of tfdist: what TensorFlow asks of a strategy, answered with sharded variables."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

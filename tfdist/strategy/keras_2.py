@@ -1,7 +1,5 @@
 """Keras 2 (`tf_keras`), which tfdist does not know: what it does with losses and gradients under a strategy would be its own."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import FrameType

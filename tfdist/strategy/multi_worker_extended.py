@@ -1,7 +1,5 @@
 """The `StrategyExtended` of `MultiWorkerShardedStrategy`: what stands on values in this process, made to span workers."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`tfdist.MultiWorkerShardedStrategy`: the devices of several machines, one process each."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """What is said beside an error of shapes in the function of a rank, which may have wanted all rows of a batch."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

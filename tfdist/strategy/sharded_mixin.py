@@ -1,7 +1,5 @@
 """What the strategies share: their settings, each a keyword argument of a strategy, and what a user can ask them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """`tfdist.ShardedStrategy`: the devices of one machine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

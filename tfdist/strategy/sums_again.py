@@ -8,8 +8,6 @@ strategy.reduce("SUM", norm * is_first, ...)    the norm, where replicas but the
 strategy.reduce("SUM", rmse, axis=None)         once: the replicas have agreed on the mean that it is computed of
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -4,8 +4,6 @@ A `tf.TensorSpec` as the initial value is that of a variable that holds none. Cr
 what each rank stores, get specs then, too, and must make such variables: TensorFlow's own does not.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

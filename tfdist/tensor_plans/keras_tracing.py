@@ -10,8 +10,6 @@ Nothing of the model changes: no nodes are recorded on its layers, no variable i
 Private names: `Node`, which records a call on a layer. `symbolic_call` has no public equal either.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

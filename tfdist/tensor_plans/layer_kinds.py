@@ -3,8 +3,6 @@
 The class of `tfdist.layers` that a layer becomes in a role tells along which axes its weights are sharded.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

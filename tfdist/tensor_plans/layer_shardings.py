@@ -1,7 +1,5 @@
 """A plan applied to a model: what is to be done with each layer."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

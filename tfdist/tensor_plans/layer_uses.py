@@ -1,7 +1,5 @@
 """How much goes through a layer each time the model calls it: what the traffic of a sharded is computed from."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

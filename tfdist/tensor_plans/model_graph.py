@@ -3,8 +3,6 @@
 The model is called on symbols (`keras_tracing`), with and without `training`, since the two may differ in what they compute.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Symbols to call a model with, from what the model says of its inputs."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -12,8 +12,6 @@ Pooling and padding do as they did before. A normalization has weights, a number
 that it gets, in the role "column", and cannot be sharded anywhere else.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping
 

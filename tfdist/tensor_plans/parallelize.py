@@ -1,7 +1,5 @@
 """Sharding the layers of a model that exists."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

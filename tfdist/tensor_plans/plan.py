@@ -1,7 +1,5 @@
 """Which layers are sharded, and how: patterns on the paths of layers or of their variables."""
 
-from __future__ import annotations
-
 import collections
 import re
 from collections.abc import Mapping

@@ -10,8 +10,6 @@ computes in the time in which its link moves a byte. The number of ranks and the
     pair    the hidden width > 128              in -> hidden -> in: sharded by column, then by row
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """A plan with its reasons: what each sharding saves, and what it moves."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 

@@ -17,8 +17,6 @@ A normalization between two such layers moves nothing. The gradient of a gathere
 its own part of it: nothing is moved.
 """
 
-from __future__ import annotations
-
 import keras
 
 from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, is_attention

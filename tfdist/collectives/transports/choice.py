@@ -4,8 +4,6 @@ NCCL between whole physical GPUs; else TensorFlow's ring, in pieces between proc
 machine then go through memory that they share (`shared_memory.connect`), unless they are told not to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tfdist import errors

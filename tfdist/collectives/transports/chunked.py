@@ -12,8 +12,6 @@ Note: lanes. A rank has some chains of collectives, the lanes, and the pieces of
     lane 3   B0  C0
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ They cost nothing between logical CPUs and one copy between GPUs. Ranks are trac
 later one makes: such a receiver gets a stand-in, which is connected to the real tensor when that is made.
 """
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 from tfdist import errors

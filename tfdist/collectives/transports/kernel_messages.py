@@ -9,8 +9,6 @@ begin two messages, or a message and a collective, in different orders wait for 
 begins what is not on a chain, nobody can tell.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """What every collective kernel of TensorFlow is told, and in which dtype it moves bytes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import tensorflow as tf

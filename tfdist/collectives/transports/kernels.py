@@ -27,8 +27,6 @@ reduce-scatters always, for all-reduces of bfloat16 where the bytes are worth a 
 and float32 travels. docs/gpus.md (half precision on the wire) has the bytes of each way, and what else was considered.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import tensorflow as tf

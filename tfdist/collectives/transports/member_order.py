@@ -6,8 +6,6 @@ locally where it differs. Workers do that when the strategy is made (`find_membe
 there when the others do not.
 """
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 from tfdist.collectives.communicator import Communicator

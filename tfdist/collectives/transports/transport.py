@@ -13,8 +13,6 @@ All methods emit operations, and put the collective in the plan (`RankProgram.be
 scope of the program's device, and never for a group of one rank or for an empty tensor (`group_ops`).
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Sequence
 

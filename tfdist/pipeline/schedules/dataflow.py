@@ -7,8 +7,6 @@
 (phase F, B, I or W of stage s for microbatch m), and every action after the action before it on its rank.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import deque
 from collections.abc import Container, Iterable, Mapping

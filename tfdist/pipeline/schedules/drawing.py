@@ -5,8 +5,6 @@ rank 1      │F0│B0   │F1│B1   │
          ──────────────────────────────> time
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Sequence

@@ -4,8 +4,6 @@
   . 1F0 1F1 1B0 1B1   .
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """A `Schedule` from whatever a user may give as one: a name, a text, a table, a function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -11,8 +11,6 @@ simulation of the schedule: an action at its start, a message at the end of the 
 sequence cannot contradict another's.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from tfdist.pipeline.schedules.actions import Action

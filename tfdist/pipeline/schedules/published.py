@@ -11,8 +11,6 @@ For p ranks, v stages on each and m microbatches, at least p, with a backward th
 The grids of the docstrings have 3 stages (interleaved: 4 on 2 ranks) and 4 microbatches.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 

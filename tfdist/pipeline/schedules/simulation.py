@@ -1,7 +1,5 @@
 """When every action of a schedule runs, how long ranks idle and what they hold: the arithmetic of a pipeline, without one."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

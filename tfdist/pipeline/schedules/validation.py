@@ -5,8 +5,6 @@ before 0. Results are addressed by stage and microbatch, and the gradient is a s
 changes by rounding only.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

@@ -8,8 +8,6 @@ stage  rank  layers                FLOPs  share      weights  to the next stage
 Largest stage / mean: 1.06. FLOPs of a forward pass and bytes to the next stage are those of one example.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -17,8 +17,6 @@ later part can compute again: such models are refused.
 `_losses` is private to Keras: tests/pipeline/test_private_names_of_pipeline.py fails when it changes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What the layers of a model cost: floating-point operations, bytes of weights and of outputs."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

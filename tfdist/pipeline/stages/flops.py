@@ -12,8 +12,6 @@
 Sizes that are not known count as `UNKNOWN_SIZE`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 

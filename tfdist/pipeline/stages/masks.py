@@ -7,8 +7,6 @@ microbatches.
     keras.src.backend.common.masking    private to Keras: tests/pipeline/test_private_names_of_pipeline.py
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where a model is split in stages: what a user may give as `stages`, or, without it, where the stages cost alike."""
 
-from __future__ import annotations
-
 import difflib
 import itertools
 import math

@@ -11,8 +11,6 @@ stages is carried along through the stages between.
 The nodes of a functional model are private to Keras: tests/pipeline/test_private_names_of_pipeline.py fails when they change.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A Keras model split in stages, and which rank of a pipeline computes which of them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

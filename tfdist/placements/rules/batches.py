@@ -1,7 +1,5 @@
 """Operations that take one row after the other: images, classes of each row, matrices, strings."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Random numbers, which each rank draws for itself: of its rows, where there are as many as these."""
 
-from __future__ import annotations
-
 from tfdist.placements.call import Call
 from tfdist.placements.kinds import Placement, Replicate, Shard, Why
 from tfdist.placements.rules.meeting import moved, rows_of

@@ -1,7 +1,5 @@
 """Looking up, and its reverse: by rows in a table, among the rows by numbers of rows, sums over rows into a table."""
 
-from __future__ import annotations
-
 from tfdist.placements.call import Call
 from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Why
 from tfdist.placements.rules.joins import gathered_lengths

@@ -1,7 +1,5 @@
 """Operations that put tensors together: along an axis, into a new one, or into a list."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

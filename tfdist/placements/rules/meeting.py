@@ -1,7 +1,5 @@
 """Where tensors meet element by element: whether their rows lie side by side, as those of one device would."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Operations on each element, and, of numbers of all rows, which of them are as good on a rank's part as on the whole."""
 
-from __future__ import annotations
-
 from tfdist.placements.call import Call
 from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Why
 from tfdist.placements.rules.meeting import OTHER_END, aligned, is_zero, linear_in, merged, rows_of

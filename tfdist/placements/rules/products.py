@@ -1,7 +1,5 @@
 """Products of tensors: what becomes of rows and of numbers of all rows, told from the letters of their axes."""
 
-from __future__ import annotations
-
 from tfdist.placements.call import Call
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard
 from tfdist.placements.rules.meeting import aligned, linear_in, merged, moved, only_rows, shards_among

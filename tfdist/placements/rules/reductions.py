@@ -1,7 +1,5 @@
 """Sums, means, maxima and the like along axes: over rows they are a rank's part of a number of all rows."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tfdist.placements.call import Call

@@ -1,7 +1,5 @@
 """Slices and parts: all rows, or those of one tensor of several that were joined; an element of a shape."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from tfdist.placements.call import Call, NotKnown

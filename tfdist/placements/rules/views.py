@@ -1,7 +1,5 @@
 """Operations that give a tensor's numbers another shape, or take some: rows stay rows while they stay in order, and whole."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

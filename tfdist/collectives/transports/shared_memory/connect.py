@@ -15,8 +15,6 @@ in memory, under a name that occurs nowhere else, shares it.
     all are done: the directory is removed
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import mmap

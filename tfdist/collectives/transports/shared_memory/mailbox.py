@@ -13,8 +13,6 @@ what is under way at once. A socket has room for some hundred notices that are n
 such room, reads all that have come, and so no two processes wait for each other.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import socket

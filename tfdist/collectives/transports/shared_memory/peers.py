@@ -4,8 +4,6 @@ Bytes go through memory that one process writes and others read; a short packet 
 waits, waits for a packet, and so learns at once of a process that has ended, or of this one being told to give up.
 """
 
-from __future__ import annotations
-
 import contextlib
 import select
 import socket

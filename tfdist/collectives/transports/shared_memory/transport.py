@@ -4,8 +4,6 @@ They stand in the plan as any other. What TensorFlow calls is kept for ever, and
 keep the whole graph of its trace.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
