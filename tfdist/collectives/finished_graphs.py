@@ -3,9 +3,8 @@
 `CollectivePlan` looks at the collectives of each rank. TensorFlow adds to their order: what writes a variable waits for what has
 used it before, in the order of tracing, one rank behind the other.
 
-    rank 0    counter.assign_add(1) ─ all-reduce A ─ counter.assign_add(1)
-                                          ┊                └────────────┐          the second write of rank 0 is before
-    rank 1                                ┊        counter.assign_add(1) ─ all-reduce A ─ ...      the first one of rank 1
+    rank 0    reads v ─ all-reduce A of what it read ─ writes v ──┐
+    rank 1                             ┊                          └─ reads v ─ all-reduce A of what it read ─ writes v
 
 All members' calls of one collective end together. So they are one node here, and the graph has a circle if and only if its ranks
 wait for ever.
@@ -25,8 +24,6 @@ from tfdist.graphs.calls import around_calls
 from tfdist.graphs.walks import line_of
 
 _KEYS = ("group_key", "instance_key")
-
-
 _checked: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
 
 

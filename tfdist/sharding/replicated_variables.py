@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.checkpoint import tensor_callable
@@ -59,11 +60,13 @@ def note_from_outside(variable: Any, value: Any, *, is_read: bool = False) -> No
     if turns is None:
         return
     name = variable.name.partition("/shard_")[0].partition(":")[0]
-    if tf.executing_eagerly() and not isinstance(value, tf.distribute.DistributedValues):
-        turns.writes.note(name, value)
+    if tf.executing_eagerly():
+        # Another variable, whose value all hold alike already, may be one that is read by a message.
+        is_known = not isinstance(value, keras.Variable | tf.Variable | tf.distribute.DistributedValues)
+        turns.writes.note(name, value if is_known else "a variable")
     elif is_read:
         tf.numpy_function(functools.partial(turns.writes.note, name), [value], [])
-    elif not tf.executing_eagerly():
+    else:
         around_calls(functools.partial(turns.writes.noted, name), key=("written", id(variable)))
 
 
