@@ -1,8 +1,12 @@
 """Operations that need all rows of a batch, of which a device has a part: an error says what to do, and that is exact."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from grids import exhaustive
 from training import one_device, strategy_for
 
 RNG = np.random.default_rng(2)
@@ -42,3 +46,57 @@ def test_a_graph_convolution_over_nodes():
         np.testing.assert_allclose(loss, expected, rtol=1e-5)
     for mine, other in zip(model.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+
+
+ROWS = 6
+X, Y = RNG.normal(size=(12, 3)).astype("float32"), RNG.normal(size=(12, 4)).astype("float32")
+
+
+class Written(keras.Model):
+    """Has a number of rows written into its step, or asks for it."""
+
+    def __init__(self, way, asks):
+        super().__init__()
+        self.dense, self.way, self.asks = keras.layers.Dense(4), way, asks
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        rows = tf.shape(x)[0] if self.asks else ROWS
+        with tf.GradientTape() as tape:
+            p = self(x)
+            if self.way == "zeros":
+                p = p + keras.ops.zeros((rows, 4))
+            elif self.way == "ones":
+                p = tf.concat([p, tf.ones((rows, 1))], 1)[:, :4]
+            else:
+                p = tf.matmul(tf.eye(rows), p)
+            loss = tf.reduce_mean((p - y) ** 2)
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True))
+        return {"loss_of_step": loss}
+
+
+@pytest.mark.parametrize(
+    ("way", "is_static"), [("zeros", False), ("zeros", True), ("ones", False), ("ones", True), ("product", True)]
+)
+@pytest.mark.parametrize("stage", [exhaustive(0), 3])
+def test_a_number_of_rows_that_is_written_into_a_step(way, is_static, stage):
+    """The error names both numbers and what to write instead, and that is one device's."""
+
+    def fitted(strategy, asks):
+        keras.utils.set_random_seed(4)
+        with strategy.scope():
+            model = Written(way, asks)
+            model.compile(keras.optimizers.SGD(0.1))
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(ROWS, drop_remainder=is_static)
+        model.fit(data, verbose=0)
+        return model.get_weights()
+
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError)) as error:
+        fitted(strategy_for(2, stage), asks=False)
+    said = str(error.value) + " ".join(getattr(error.value, "__notes__", []))
+    assert re.search(r"a part of the rows of a batch, here.* 3, where 6 are wanted.*`tf.shape\(x\)\[0\]`", said)
+    for found, expected in zip(fitted(strategy_for(2, stage), asks=True), fitted(one_device(), asks=True), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

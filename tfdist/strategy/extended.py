@@ -96,6 +96,7 @@ class ShardedExtendedMixin(VariableCreation):
             gc.enable() if collects else None
         communicator.turn_at_calls()
         collectives.finished_graphs.check_at_call(graph)
+        rows_apart.told_at_calls(self._sharding.mesh, graph)
         if not self.cross_replica.is_multi_worker:
             given = tf.nest.flatten((args, kwargs), expand_composites=True)
             collectives.exclusion.let_wait(began, [x for x in given if tf.is_symbolic_tensor(x)], is_step=True)

@@ -2,17 +2,25 @@
 
 import contextlib
 import re
+import weakref
 from collections.abc import Iterator
 
+import tensorflow as tf
+
+from tfdist.graphs.calls import around_calls
+from tfdist.graphs.walks import line_of_user
 from tfdist.mesh import DeviceMesh
 
 _OF_SHAPES = re.compile(
-    "Dimensions? .*must be equal|[Ii]ncompatible shapes|are incompatible|must be broadcastable|size-incompatible"
+    "Dimensions? .*must be equal|[Ii]ncompatible shapes|are incompatible|must be broadcastable|size-incompatible|Cannot reshape"
 )
+_FIRST_SIZES = re.compile(r"(?<!\w)\[(\d+)[,\]]")
+_NODE = re.compile(r"\{\{node (?:gradient_tape/)?([^}]+)\}\}")
 _NOTE = (
-    "Under this strategy each device has a part of the rows of a batch. If an operation needs all of them, as a graph "
-    "convolution over the nodes of one graph does, give every device the whole batch (`model.train_on_batch`), or gather the "
-    "rows before it: `tfdist.collectives.all_gather(x, uneven=True)`."
+    "Under this strategy each device has a part of the rows of a batch{numbers}. A number of rows that is written into the step "
+    "is that of the whole batch: write `tf.shape(x)[0]`. If an operation needs all rows, as a graph convolution over the nodes "
+    "of one graph does, give every device the whole batch (`model.train_on_batch`), or gather the rows before it: "
+    "`tfdist.collectives.all_gather(x, uneven=True)`."
 )
 
 
@@ -24,4 +32,30 @@ def told(mesh: DeviceMesh) -> Iterator[None]:
     except ValueError as error:
         if type(error) is not ValueError or mesh.data_parallel_size == 1 or not _OF_SHAPES.search(str(error)):
             raise
-        raise ValueError(f"{error}\n\n{_NOTE}") from error
+        raise ValueError(f"{error}\n\n{_note(str(error))}") from error
+
+
+def told_at_calls(mesh: DeviceMesh, graph: tf.Graph) -> None:
+    """Has an error about shapes that the function of `graph` raises when it runs say that, in a note, with the line of code."""
+    here = weakref.ref(graph)
+
+    @contextlib.contextmanager
+    def noted() -> Iterator[None]:
+        try:
+            yield
+        except tf.errors.InvalidArgumentError as error:
+            if _OF_SHAPES.search(error.message) and (traced := here()) is not None:
+                nodes = [name for node in _NODE.findall(error.message) for name in (node, node.rpartition("/")[0])]
+                lines = (
+                    line_of_user(traced, f"'{name}'") for name in nodes
+                )  # of a gradient's node that of what it goes back from
+                error.add_note(_note(error.message, next(filter(None, lines), "")))
+            raise
+
+    if mesh.data_parallel_size > 1:
+        around_calls(noted, key=("rows", id(graph)))
+
+
+def _note(message: str, line: str = "") -> str:
+    sizes = sorted({int(size) for size in _FIRST_SIZES.findall(message)})
+    return _NOTE.format(numbers=f", here {sizes[0]}, where {sizes[-1]} are wanted{line}" if len(sizes) > 1 else line)
