@@ -270,13 +270,13 @@ def test_nothing_is_kept_that_was_put_together_while_a_step_ran(monkeypatch):
     strategy = strategy_for(2, 3)
     model = _mlp(strategy)
     kept = strategy.extended.kept_weights
-    with kept.writing():  # another thread's step
+    with kept.written():  # another thread's step
         model(X)
     assert kept.kept_bytes == 0
     assemble = assembly.join
 
     def beside_a_step(*args):
-        with kept.writing():
+        with kept.written():
             pass
         return assemble(*args)
 

@@ -23,7 +23,6 @@ from tfdist.graphs import tape
 from tfdist.graphs.calls import around_calls
 from tfdist.graphs.walks import line_of
 
-_KEYS = ("group_key", "instance_key")
 _checked: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
 
 
@@ -47,7 +46,7 @@ def check(graph: tf.Graph) -> None:
     nodes = _nodes(operations)
     if not nodes:
         return
-    before = {operation: _before(operation) for operation in operations}
+    before = {one: [*{x.op for x in one.inputs}, *one.control_inputs] for one in operations}
     waiting: collections.Counter[Any] = collections.Counter()
     behind: dict[Any, list[Any]] = collections.defaultdict(list)
     for operation, needed in before.items():
@@ -64,10 +63,6 @@ def check(graph: tf.Graph) -> None:
                 ready.append(after)
     if all_nodes:
         raise _error([operation for operation in operations if nodes.get(operation, operation) in all_nodes], nodes, before)
-
-
-def _before(operation: tf.Operation) -> list[tf.Operation]:
-    return [*{x.op for x in operation.inputs}, *operation.control_inputs]
 
 
 def _nodes(operations: list[tf.Operation]) -> dict[tf.Operation, Any]:
@@ -97,15 +92,10 @@ def _collectives(operation: tf.Operation) -> Iterator[tf.Operation]:
 def _next(operation: tf.Operation, counts: collections.Counter[Any]) -> Any:
     """Returns what tells a collective from all others: its keys, and how many of its rank with these were there before."""
     places = {argument.name: place for place, argument in enumerate(operation.op_def.input_arg)}
-    keys = tuple(_number(operation.inputs[places[name]]) for name in _KEYS)
+    # None where the step finds the key, by the size of what is sent.
+    keys = tuple(str(tf.get_static_value(operation.inputs[places[name]])) for name in ("group_key", "instance_key"))
     counts[operation.device, keys] += 1
     return keys, counts[operation.device, keys]
-
-
-def _number(key: tf.Tensor) -> int | None:
-    """Returns the number that `key` is; None: one that the step finds, by the size of what is sent."""
-    found = tf.get_static_value(key)
-    return None if found is None else int(found)
 
 
 def _error(

@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-_BUCKETS = 2**62
+from tfdist.sharding.fingerprints import as_integers
+
 _ODD = (0x9E3779B97F4A7C15 - 2**64, 0x7F4A7C159E3779B9, 0x1CE4E5B9BF58476D)  # by which numbers are spread
 
 
@@ -28,15 +29,5 @@ def digests_of_tables(graph: Any) -> list[int]:
 def _digest(table: tf.Tensor, keys: tf.DType, values: tf.DType) -> int:
     """Returns the digest of the table of this handle, in whatever order it has its pairs. Other dtypes would end the process."""
     with tf.init_scope(), tf.device("CPU"):
-        one, other = map(_spread, tf.raw_ops.LookupTableExportV2(table_handle=table, Tkeys=keys, Tvalues=values))
+        one, other = map(as_integers, tf.raw_ops.LookupTableExportV2(table_handle=table, Tkeys=keys, Tvalues=values))
         return int(tf.reduce_sum((one * _ODD[0] + other) * (other * _ODD[1] + one * _ODD[2] + 1)))
-
-
-def _spread(values: tf.Tensor) -> tf.Tensor:
-    """Returns an int64 for each of a table's keys, or values."""
-    if values.dtype == tf.string:
-        flat = tf.strings.to_hash_bucket_fast(values, _BUCKETS)
-    else:
-        flat = tf.bitcast(values, tf.int64) if values.dtype == tf.float64 else values
-        flat = tf.bitcast(flat, tf.int32) if flat.dtype == tf.float32 else flat
-    return tf.reshape(tf.cast(flat, tf.int64), [-1])

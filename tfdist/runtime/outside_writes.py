@@ -9,6 +9,7 @@ digests, and costs nothing where nothing was assigned.
 
 import collections
 import contextlib
+import itertools
 import threading
 import zlib
 from collections.abc import Iterator
@@ -94,16 +95,8 @@ class OutsideWrites:
         if own == theirs:
             return ""
         cluster = self._coordination.cluster
-        here, there = cluster.task, cluster.tasks[index]
-        place = next(
-            (n for n, (one, other) in enumerate(zip(own, theirs, strict=False)) if one != other), min(len(own), len(theirs))
-        )
-        (name, one), (other_name, other) = (written[place] if place < len(written) else ("", 0) for written in (own, theirs))
-        if not name or not other_name:
-            with_it, without = (there, here) if other_name else (here, there)
-            what = f"{name or other_name!r} was assigned on {with_it}, and not on {without}"
-        elif name == other_name:
-            what = f"{name!r} was assigned one value on {here}, and another on {there}"
-        else:
-            what = f"{name!r} was assigned on {here}, when {other_name!r} was on {there}"
-        return f"Workers have assigned different values, outside of steps, to what all hold: {what}."
+        pairs = itertools.zip_longest(own, theirs, fillvalue=("", 0))
+        both = next(zip((cluster.task, cluster.tasks[index]), pair, strict=True) for pair in pairs if pair[0] != pair[1])
+        (first, (name, _)), (second, (other, _)) = sorted(both, key=lambda one: not one[1][0])
+        there = f"not on {second}" if not other else f"another on {second}" if other == name else f"{other!r} on {second}"
+        return f"Workers have assigned different values, outside of steps, to what all hold: {name!r} on {first}, and {there}."

@@ -8,6 +8,7 @@ another thread, beside a call   refused: nobody knows which one comes first on a
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 from tfdist.runtime.coordination import Coordination
 from tfdist.runtime.outside_writes import FIX, OutsideWrites
@@ -36,7 +37,7 @@ class Turns:
         self.writes = OutsideWrites(coordination)
         self._timeout = timeout_seconds
         self._lock = threading.Lock()
-        self._last: threading.Thread | None = None
+        self._last: Any = None  # the thread
         self._inside = 0  # how many calls of its, one within another
         self._calls = 0
 
@@ -52,18 +53,17 @@ class Turns:
             return
         here = threading.current_thread()
         with self._lock:
-            other = self._last if self._inside and self._last is not here else None
-            is_handed_over = other is None and self._last not in (None, here)
-            if other is None:
+            last = self._last
+            is_beside = self._inside and last is not here
+            if not is_beside:
                 self._last, self._inside, self._calls = here, self._inside + 1, self._calls + 1
-        if other is not None:
-            self._fail(f"runs a program of collectives in the thread {here.name!r} while the thread {other.name!r} is in one")
+        if is_beside:
+            self._fail(f"runs a program of collectives in the thread {here.name!r} while the thread {last.name!r} is in one")
         try:
-            if is_handed_over:
-                number = str(self._calls)
-                numbers = self._coordination.meet("a step of another thread than the last one", number, self._timeout)
-                if any(one != number for one in numbers):
-                    self._fail(f"has run {number} programs when another thread takes over, other workers {numbers}")
+            if last not in (None, here):
+                numbers = self._coordination.meet("a step of another thread than the last one", str(self._calls), self._timeout)
+                if len(set(numbers)) > 1:
+                    self._fail(f"has run {self._calls} programs when another thread takes over, workers {numbers}")
             if words := self.writes.begin(self._calls):
                 self._coordination.fail(words, fix=FIX)
             yield

@@ -71,11 +71,12 @@ class KeptWeights:
         is_called = keras_scope.current_layer() is not None  # else it is saved, or looked at, once
         return is_called and not is_elsewhere(variable) and self.kept_bytes + size <= self._limit_bytes
 
-    def forget(self, number: int) -> None:
-        """Drops the value of the variable of this number, which is gone, or out of `gathered`."""
+    def forget(self, *numbers: int) -> None:
+        """Drops the values of the variables of these numbers."""
         with self._lock:
-            _, size = self._values.pop(number, (None, 0))
-            self.kept_bytes -= size
+            for number in numbers:
+                _, size = self._values.pop(number, (None, 0))
+                self.kept_bytes -= size
 
     @contextlib.contextmanager
     def gathered(self, variables: Sequence[Any]) -> Iterator[None]:
@@ -89,15 +90,14 @@ class KeptWeights:
             yield
         finally:
             self._gathered.subtract(numbers)
-            for number in new:
-                if not self._gathered[number]:
-                    self.forget(number)
+            self.forget(*(number for number in new if not self._gathered[number]))
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """A block that may write: meanwhile nothing is kept."""
+    def written(self, *numbers: int) -> Iterator[None]:
+        """A block that may write: meanwhile nothing is kept. It drops the values of the variables of these numbers."""
         with self._lock:
             self._writers += 1
+            self.forget(*numbers)
         try:
             yield
         finally:
@@ -105,21 +105,13 @@ class KeptWeights:
                 self._writers -= 1
                 self._writes += 1
 
-    @contextlib.contextmanager
-    def written(self, number: int | None = None) -> Iterator[None]:
-        """A block that writes the variable of this number, whose value it drops; None: some or all."""
-        with self.writing():
-            self.drop(number)
-            yield
+    def all_written(self) -> contextlib.AbstractContextManager[None]:
+        """As `written`, of all variables."""
+        return self.written(*self._values)
 
-    def drop(self, number: int | None = None) -> None:
-        """Drops the value of the variable of this number; None: all."""
-        for dropped in [number] if number is not None else list(self._values):
-            self.forget(dropped)
-
-    def written_at_calls(self, number: int | None = None) -> None:
-        """Notes that what is traced here writes the variable of this number; None: some or all."""
-        around_calls(functools.partial(self.written, number), key=(KeptWeights, id(self), number))
+    def forget_all(self, *, at_calls: bool) -> None:
+        """Drops all values, now or around each call of what is traced here: it writes some."""
+        around_calls(self.all_written, key=self) if at_calls else self.forget(*self._values)
 
 
 def sharded_parameters(what: Iterable[Any]) -> list[Any]:
@@ -146,9 +138,7 @@ def _drop_first(shard: tf.Variable, write: Callable[[], Any]) -> Any:
     whole = shard.handle._distributed_container()
     if whole is None:
         return write()
-    kept: KeptWeights = whole.distribute_strategy.extended.kept_weights
-    if not tf.executing_eagerly():
-        kept.written_at_calls(whole.number)
-        return write()
-    with kept.written(whole.number):
+    written = functools.partial(whole.distribute_strategy.extended.kept_weights.written, whole.number)
+    around_calls(written, key=(KeptWeights, whole.number))
+    with written() if tf.executing_eagerly() else contextlib.nullcontext():
         return write()

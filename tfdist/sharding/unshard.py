@@ -122,8 +122,7 @@ class UnshardSchedule(OfBranch):
         self._order.has_written = True
         if self._program.outer is not None:
             self._program.outer.attachment(UnshardSchedule).invalidate()
-        kept = tf.distribute.get_strategy().extended.kept_weights
-        kept.drop() if self._program.is_eager else kept.written_at_calls()
+        tf.distribute.get_strategy().extended.kept_weights.forget_all(at_calls=not self._program.is_eager)
 
     def has_gradient(self, variable: Any) -> bool:
         """Whether a tape of this trace was asked for the gradient of `variable`."""

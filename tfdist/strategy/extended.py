@@ -78,7 +78,7 @@ class ShardedExtendedMixin(VariableCreation):
             plan = CollectivePlan(communicator.mesh.world_size, communicator.local_ranks, communicator.mesh.hosts)
             eager_program = functools.partial(EagerProgram, communicator, plan=plan, cross_replica=self.cross_replica)
             try:
-                with self.kept_weights.writing(), communicator.turns.taken() if communicator.turns else contextlib.nullcontext():
+                with self.kept_weights.written(), communicator.turns.taken() if communicator.turns else contextlib.nullcontext():
                     return self._run_ranks(fn, args, kwargs, plan, eager_program)
             except tf.errors.ResourceExhaustedError as error:
                 out_of_memory.explain(fn, error)
