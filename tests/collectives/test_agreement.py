@@ -20,7 +20,7 @@ class Store(Coordination):
     def __init__(self, index, number, shared, written):
         self.errors = []
         cluster, nothing = Cluster(TASKS[:number], index), lambda *_: None
-        watch = types.SimpleNamespace(check=nothing, report=lambda message, awaited: self.errors.append(message))
+        watch = types.SimpleNamespace(check=nothing, report=lambda message, awaited: self.errors.append(message), listeners={})
         super().__init__(cluster, "test", watch)
         self._shared, self._written = shared, written
 
