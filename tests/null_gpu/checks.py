@@ -36,6 +36,7 @@ ON_THE_HOST = {
     **dict.fromkeys(("_Send", "_Recv", "_HostSend", "_HostRecv"), "edges to other devices"),
     **dict.fromkeys(("NoOp", "Identity", "Const", "VarHandleOp"), "order, constants, handles"),
     **dict.fromkeys(("AssignVariableOp", "AssignAddVariableOp"), "the marks of running programs"),
+    **dict.fromkeys(("MutexLock", "ConsumeMutexLock"), "the turn among steps of other threads"),
 }
 
 

@@ -54,12 +54,13 @@ def let_wait(since: int, after: Sequence[tf.Tensor] = (), *, is_step: bool = Fal
 def alone() -> Iterator[None]:
     """A block whose reads of variables no step of another thread stands between, eager or traced.
 
-    A thread of TensorFlow's own does not wait: it runs Python code that a step may wait for.
+    A thread of TensorFlow's own does not wait: it runs Python code that a step may wait for. Nor does `tf.vectorized_map`.
     """
     if not tf.executing_eagerly():
         since = tape.operations_so_far()
         yield
-        let_wait(since)
+        if "loop_body" not in tf.compat.v1.get_default_graph().get_name_scope():  # `tf.vectorized_map` converts no lock
+            let_wait(since)
     elif isinstance(threading.current_thread(), threading._DummyThread):  # noqa: SLF001
         yield
     else:
