@@ -1,17 +1,17 @@
 """Threads of one process that run steps: the collectives of one begin when those of another are over.
 
 A web service predicts in several threads, an actor plays while a learner trains. Two steps at once would have two collectives of
-one key under way, and a weight would be put together of shards from before an update and from behind it.
+one key under way, and a weight would be put together of shards from before an update and from after it.
 
     step        waits for its data, then for the mutex; its first read of a variable waits for that, and the mutex is given back
-                behind its last operation with one
+                after its last operation with one
     reading     of shards, eagerly or in a function outside replicas: likewise
 
 Note: in the graph. A lock of Python's around the call would be held while the step waits for its data: for ever, where a
 generator calls the model to make them.
 
 Note: no circle. Within a function a mutex is locked in the order of tracing, as all that uses one resource is, and what stands
-behind the k-th lock needs nothing of what stands behind a later one.
+after the k-th lock needs nothing of what stands after a later one.
 
 Over several workers their order counts, too: see `turns`.
 """

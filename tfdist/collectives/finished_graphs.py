@@ -1,7 +1,7 @@
 """Ranks of one process that would wait for each other for ever in a graph that has been traced to its end.
 
 `CollectivePlan` looks at the collectives of each rank. TensorFlow adds to their order: what writes a variable waits for what has
-used it before, in the order of tracing, one rank behind the other.
+used it before, in the order of tracing, one rank after the other.
 
     rank 0    reads v ─ all-reduce A of what it read ─ writes v ──┐
     rank 1                             ┊                          └─ reads v ─ all-reduce A of what it read ─ writes v
@@ -28,7 +28,7 @@ _checked: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
 
 def check_at_call(graph: tf.Graph) -> None:
     """Has `check(graph)` called when the function that is traced here is called first: it has been traced to its end then."""
-    here = weakref.ref(graph)  # which has this in turn
+    here = weakref.ref(graph)  # which has this
 
     @contextlib.contextmanager
     def checked() -> Iterator[None]:
@@ -48,16 +48,16 @@ def check(graph: tf.Graph) -> None:
         return
     before = {one: [*{x.op for x in one.inputs}, *one.control_inputs] for one in operations}
     waiting: collections.Counter[Any] = collections.Counter()
-    behind: dict[Any, list[Any]] = collections.defaultdict(list)
+    readers: dict[Any, list[Any]] = collections.defaultdict(list)
     for operation, needed in before.items():
         for one in needed:
             waiting[nodes.get(operation, operation)] += 1
-            behind[nodes.get(one, one)].append(nodes.get(operation, operation))
+            readers[nodes.get(one, one)].append(nodes.get(operation, operation))
     all_nodes = dict.fromkeys(nodes.get(operation, operation) for operation in operations)
     ready = [node for node in all_nodes if not waiting[node]]
     for node in ready:
         del all_nodes[node]
-        for after in behind[node]:
+        for after in readers[node]:
             waiting[after] -= 1
             if not waiting[after]:
                 ready.append(after)
@@ -112,10 +112,12 @@ def _error(
         way[node] = next((one, needed) for one, needed in pairs if nodes.get(needed, needed) in of_node)
         node = nodes.get(way[node][1], way[node][1])
     circle = [way[node] for node in list(way)[list(way).index(node) :]]
-    told = "; ".join(f"{_named(one)} waits for {_named(needed)}" for one, needed in circle if one in nodes or _share(one, needed))
+    words = "; ".join(
+        f"{_named(one)} waits for {_named(needed)}" for one, needed in circle if one in nodes or _share(one, needed)
+    )
     return errors.runtime_error(
-        f"Ranks would wait for each other for ever: {told}.",
-        fix="What several ranks use, and some write, orders them one behind the other. Make it in `strategy.scope()`, so that "
+        f"Ranks would wait for each other for ever: {words}.",
+        fix="What several ranks use, and some write, orders them one after the other. Make it in `strategy.scope()`, so that "
         "each rank has its own, or use it outside `strategy.run`.",
     )
 

@@ -219,14 +219,14 @@ class Coordination:
 
     def compare(self, key: str, value: Any, difference: Difference) -> None:
         """Ends the job where `difference` has words for another worker's value of `key`; waits for nobody. For any thread."""
-        self._compared[key] = difference  # before it is told: of two workers one at least has its own when the other's comes
+        self._compared[key] = difference  # first: of two workers one at least has its own when the other's comes
         if len(self._compared) > _MOST_COMPARED:
             self._compared.popitem(last=False)
         self.tell("compared", [key, value])
 
-    def _difference(self, index: int, told: Any) -> str:
-        difference = self._compared.get(told[0])  # in one step: another thread may forget it
-        return "" if difference is None else difference(index, told[1])
+    def _difference(self, index: int, heard: Any) -> str:
+        difference = self._compared.get(heard[0])  # in one step: another thread may forget it
+        return "" if difference is None else difference(index, heard[1])
 
     def tell(self, listener: str, value: Any) -> None:
         """Tells the others' `listener` of that name this `value`, what JSON can carry, and waits for nobody; for any thread."""

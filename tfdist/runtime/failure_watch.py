@@ -154,7 +154,7 @@ class FailureWatch:
 
         Where the listener has words, the job ends with them.
         """
-        self._peers.tell({"told": [listener, value]})
+        self._peers.tell({"for": [listener, value]})
 
     # The thread
 
@@ -195,8 +195,8 @@ class FailureWatch:
             return None if self._is_ending else Failure.from_word(word)
         if "ended" in word:
             self._ended[index] = time.monotonic()
-        if "told" in word:
-            listener, value = word["told"]
+        if "for" in word:
+            listener, value = word["for"]
             words = self.listeners[listener](index, value) if listener in self.listeners else ""
             return Failure(None, words, is_of_program=True) if words and not self._is_ending else None
         if "beat" in word:

@@ -1,7 +1,7 @@
 """What workers assign outside of steps, to variables that all hold: the same on all, or the job ends with the variable's name.
 
     worker 0    model.set_weights(a)     program 7   tells "before 7: kernel 5fa3"    and waits for nobody
-    worker 1                             program 7   hears it, now or later, and has told nothing of 7: they part
+    worker 1                             program 7   hears it, now or later, and has said nothing of 7: they part
 
 Each worker numbers its programs of collectives (steps, evaluations, readings), which are the same on all; see `turns`. A word has
 digests, and costs nothing where nothing was assigned.
@@ -80,9 +80,9 @@ class OutsideWrites:
             self._coordination.tell("written", [number, written])
         return next((words for index, theirs in heard.items() if (words := self._difference(index, written, theirs))), "")
 
-    def _heard(self, index: int, told: Any) -> str:
-        """Returns how worker `index`, which has told this of one of its programs, differs; "" if not, or not yet."""
-        number, theirs = told
+    def _heard(self, index: int, heard: Any) -> str:
+        """Returns how worker `index`, which has said this of one of its programs, differs; "" if not, or not yet."""
+        number, theirs = heard
         with self._lock:
             if number > self._number:
                 self._others.setdefault(number, {})[index] = theirs
