@@ -112,11 +112,9 @@ def _error(
         way[node] = next((one, needed) for one, needed in pairs if nodes.get(needed, needed) in of_node)
         node = nodes.get(way[node][1], way[node][1])
     circle = [way[node] for node in list(way)[list(way).index(node) :]]
-    words = "; ".join(
-        f"{_named(one)} waits for {_named(needed)}" for one, needed in circle if one in nodes or _share(one, needed)
-    )
+    said = "; ".join(f"{_named(one)} waits for {_named(needed)}" for one, needed in circle if one in nodes or _share(one, needed))
     return errors.runtime_error(
-        f"Ranks would wait for each other for ever: {words}.",
+        f"Ranks would wait for each other for ever: {said}.",
         fix="What several ranks use, and some write, orders them one after the other. Make it in `strategy.scope()`, so that "
         "each rank has its own, or use it outside `strategy.run`.",
     )
