@@ -5,8 +5,6 @@ is dropped as soon as it is read. The names of the stores are private to Keras (
 tests/checkpoint/test_private_names_of_saving.py fails when they change.
 """
 
-from __future__ import annotations
-
 import pathlib
 import shutil
 import tempfile
@@ -31,10 +29,10 @@ class DiscardingGroup(dict[str, None]):
     def attrs(self) -> dict[str, Any]:
         return {}
 
-    def create_group(self, name: str) -> DiscardingGroup:
+    def create_group(self, name: str) -> "DiscardingGroup":
         return DiscardingGroup(f"{self.name.rstrip('/')}/{name}")
 
-    def create_dataset(self, name: str, *args: Any, **kwargs: Any) -> DiscardingGroup:
+    def create_dataset(self, name: str, *args: Any, **kwargs: Any) -> "DiscardingGroup":
         self[name] = None
         return DiscardingGroup()
 

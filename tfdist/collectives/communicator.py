@@ -1,7 +1,5 @@
 """The groups of a strategy: their keys, the transport of each, and the ordering tokens of each local rank."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import threading
@@ -46,7 +44,7 @@ class Communicator:
     def __init__(
         self,
         mesh: DeviceMesh,
-        transport: Transport,
+        transport: "Transport",
         local_ranks: Sequence[int] | None = None,
         absent_ranks: Sequence[int] = (),
     ):
@@ -83,7 +81,7 @@ class Communicator:
     def is_multi_worker(self) -> bool:
         return len(self.process_ranks) < self.mesh.world_size
 
-    def transport_of(self, ranks: Ranks) -> Transport:
+    def transport_of(self, ranks: Ranks) -> "Transport":
         """Returns how the collectives of the group of `ranks` travel."""
         return self.transports.get(ranks, self.transport)
 

@@ -118,19 +118,19 @@ class CrossReplica:
         one per shape; workers know the program by it.
         """
         if not tf.executing_eagerly():
-            return self._emit(emit, values, members, _name(key))
+            return self._emit(emit, values, members, key)
         # Concrete functions, because TensorFlow warns of a function that is traced for many shapes.
         specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
         kind = (key, *((tuple(spec.shape), spec.dtype) for spec in specs))
         if kind not in self._functions:
-            traced = tf.function(lambda *values: self._emit(emit, values, members, _name(key)), autograph=False)
+            traced = tf.function(lambda *values: self._emit(emit, values, members, key), autograph=False)
             self._functions[kind] = traced.get_concrete_function(*specs)
         return self._functions[kind](*values)
 
-    def _emit(self, emit: Emit, values: Sequence[tf.Tensor], members: Sequence[int] | None, name: str) -> list[tf.Tensor]:
+    def _emit(self, emit: Emit, values: Sequence[tf.Tensor], members: Sequence[int] | None, key: Hashable) -> list[tf.Tensor]:
         communicator = self._communicator
         ranks = [rank for rank in communicator.local_ranks if members is None or rank in members]
-        plan = communicator.new_plan(name)
+        plan = communicator.new_plan(f"cross-replica {zlib.crc32(repr(key).encode())}")
         if members is None or tuple(members) == communicator.first_ranks:
             communicator.turn_at_calls()
         results = []
@@ -145,11 +145,6 @@ class CrossReplica:
                 results.append(result)
         plan.check_complete()
         return results
-
-
-def _name(key: Hashable) -> str:
-    """Returns the name of the program of `key`, the same on all workers."""
-    return f"cross-replica {zlib.crc32(repr(key).encode())}"
 
 
 def _of_last_pipe_rank(program: RankProgram, value: tf.Tensor, label: str) -> tf.Tensor:

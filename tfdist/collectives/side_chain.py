@@ -16,8 +16,6 @@ chain; the places of a chain never fall. So an edge from R to A leads from what 
 have traced the same operations, and find the same places: plans are compared before they run.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import dataclasses
@@ -53,7 +51,7 @@ class Block:
 class SideChain:
     """That of one rank's trace: an attachment of its program."""
 
-    def __init__(self, program: RankProgram):
+    def __init__(self, program: "RankProgram"):
         self._program = program
         self._since: Block | None = None  # from here on something stands aside
         self._records: list[int] = []  # of what stands aside, in the plan

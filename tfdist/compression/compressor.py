@@ -1,7 +1,5 @@
 """What every compressor has: a way into words and back, and how many bytes they are."""
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 
@@ -34,7 +32,7 @@ class Compressor(abc.ABC):
         return tf.reduce_sum(self.decode(words, n), axis=0)
 
     @property
-    def feedback(self) -> Compressor | None:
+    def feedback(self) -> "Compressor | None":
         """How a rank keeps what its messages of gradients lose, which it adds to the next ones; None: it is lost."""
         return None
 

@@ -3,8 +3,6 @@
 Private to Keras: `TFEpochIterator` and its adapters; tests/data/test_position.py fails when they change.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -35,7 +33,7 @@ class EpochIterator(TFEpochIterator):
         random: the random states at the beginning of the epoch that runs, of a `PyDataset`.
     """
 
-    log: EpochLog | None = None
+    log: "EpochLog | None" = None
     journey: Iterator[Step] | None = None
     random: Any = None
     _tape: Tape | None = None

@@ -10,8 +10,6 @@ The attribute is TensorFlow's, which hands it on wherever it makes one iterator,
 is true. The base classes are private to TensorFlow: tests/data/test_device_iterators.py fails when they change.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -61,7 +59,7 @@ class _IteratorSpec(input_lib.DistributedIteratorSpec):
         iterators = [getattr(iterator, "elements", iterator) for iterator in super()._to_components(value)]
         return [*iterators, *([value.batches] if self._enable_get_next_as_optional else [])]
 
-    def _from_components(self, components: Sequence[Any]) -> DistributedIterator:
+    def _from_components(self, components: Sequence[Any]) -> "DistributedIterator":
         iterators, counter = components, None
         if self._enable_get_next_as_optional:
             *iterators, counter = components

@@ -17,8 +17,6 @@ Note: what cannot be found again. `shuffle` without any seed, and `deterministic
 generator of the user's is read from its beginning, in the hope that it yields the same again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time
@@ -191,7 +189,7 @@ class FitData:
             data._validations = []
 
     @staticmethod
-    def of(model: Any) -> FitData | None:
+    def of(model: Any) -> "FitData | None":
         """Returns the data of the `fit` of `model` that runs, or ran last; None before the first under a tfdist strategy."""
         return vars(model).get(_FIT)
 

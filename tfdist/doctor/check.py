@@ -1,7 +1,5 @@
 """A check, and what comes of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from collections.abc import Callable
@@ -60,7 +58,7 @@ class Result:
         return {name: value for name, value in found.items() if value or name not in ("data", "log")}
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Result:
+    def from_json(cls, found: dict[str, Any]) -> "Result":
         """Returns the result that `to_json` has made `found` of."""
         return cls(**{**found, "status": Status(found["status"]), "log": tuple(found.get("log", ()))})
 
@@ -69,7 +67,7 @@ class Result:
 class Outcome:
     """How a check has ended on all workers; `results` are in worker order."""
 
-    results: tuple[Result, ...]
+    results: "tuple[Result, ...]"
 
     @property
     def name(self) -> str:
@@ -82,7 +80,7 @@ class Outcome:
         return min((result.status for result in self.results), key=order.index)
 
     @property
-    def chief(self) -> Result:
+    def chief(self) -> "Result":
         return self.results[0]
 
     @property

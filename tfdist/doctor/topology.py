@@ -4,8 +4,6 @@ The link of a job is the slowest between its devices, since every collective wai
 Speeds are those of one direction, in GB/s, as bus bandwidths are.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import pathlib
@@ -75,7 +73,7 @@ class Topology:
         return {**dataclasses.asdict(self), "links": links}
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> Topology:
+    def from_json(cls, found: dict[str, Any]) -> "Topology":
         """Returns the topology that `to_json` has made `found` of, whose numbers JSON may have made strings and tuples lists."""
         return cls(
             cards=tuple(Card(**card) for card in found["cards"]),
@@ -96,7 +94,7 @@ class Link:
     is_network: bool = False
 
 
-def link_between(devices: Sequence[dict[str, Any]], topology: Topology) -> Link:
+def link_between(devices: Sequence[dict[str, Any]], topology: "Topology") -> Link:
     """Returns the slowest link between any two of `devices`.
 
     Args:
@@ -139,7 +137,7 @@ def ask_nvidia_smi(*arguments: str) -> str:
     return ended.stdout
 
 
-def read_topology(ask: Callable[..., str] = ask_nvidia_smi, system: pathlib.Path = pathlib.Path("/sys/class")) -> Topology:
+def read_topology(ask: Callable[..., str] = ask_nvidia_smi, system: pathlib.Path = pathlib.Path("/sys/class")) -> "Topology":
     """Returns what this machine tells of its links; what it does not tell is in `unknown`."""
     unknown: list[str] = []
 
@@ -221,7 +219,7 @@ def _read(path: pathlib.Path) -> str:
         return ""
 
 
-def uuids_of(visible: Sequence[str], topology: Topology) -> list[str]:
+def uuids_of(visible: Sequence[str], topology: "Topology") -> list[str]:
     """Returns the UUIDs of GPUs in order, "" for one that is not to be found.
 
     They are `visible` to a process, as CUDA_VISIBLE_DEVICES spells them: indices, or (beginnings of) UUIDs.

@@ -1,7 +1,5 @@
 """A loss of the rows of all ranks, which are gathered first, for what is no mean over rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras
@@ -96,7 +94,7 @@ class OverGlobalBatch(keras.losses.Loss):
         return {"loss": keras.saving.serialize_keras_object(self._given), "name": self.name}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> OverGlobalBatch:
+    def from_config(cls, config: dict[str, Any]) -> "OverGlobalBatch":
         return cls(**{**config, "loss": keras.saving.deserialize_keras_object(config["loss"])})
 
 

@@ -1,7 +1,5 @@
 """A tensor, or a variable known by its handle, dressed as the variable that Keras's `update_step` expects."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -63,7 +61,7 @@ class StandIn(tf.__internal__.types.Tensor):
 
     read_value = value
 
-    def assign(self, value: Any, **_: Any) -> StandIn:
+    def assign(self, value: Any, **_: Any) -> "StandIn":
         value = tf.convert_to_tensor(value, self.dtype)
         if not value.shape.is_compatible_with(self.shape):
             raise errors.value_error(
@@ -78,13 +76,13 @@ class StandIn(tf.__internal__.types.Tensor):
             self._value = value
         return self
 
-    def assign_add(self, delta: Any, **_: Any) -> StandIn:
+    def assign_add(self, delta: Any, **_: Any) -> "StandIn":
         if self._handle is None:
             return self.assign(self._value + delta)
         tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=tf.convert_to_tensor(delta, self.dtype))  # in place
         return self
 
-    def assign_sub(self, delta: Any, **_: Any) -> StandIn:
+    def assign_sub(self, delta: Any, **_: Any) -> "StandIn":
         if self._handle is None:
             return self.assign(self._value - delta)
         tf.raw_ops.AssignSubVariableOp(resource=self._handle, value=tf.convert_to_tensor(delta, self.dtype))
@@ -94,7 +92,7 @@ class StandIn(tf.__internal__.types.Tensor):
         return tf.convert_to_tensor(self.value(), dtype, name=name)
 
 
-def _of_value(self: StandIn, operator: str, *others: Any) -> tf.Tensor:
+def _of_value(self: "StandIn", operator: str, *others: Any) -> tf.Tensor:
     return getattr(self.value(), operator)(*others)
 
 

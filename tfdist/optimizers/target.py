@@ -1,7 +1,5 @@
 """What one rank stores of a variable, and steps on of a parameter."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -46,7 +44,7 @@ class Target:
     exact: tf.Variable | None = None
 
     @classmethod
-    def of(cls, variable: Any, config: MeshConfig, program: RankProgram) -> Target:
+    def of(cls, variable: Any, config: MeshConfig, program: RankProgram) -> "Target":
         """Returns the target of a parameter, of Keras or TensorFlow."""
         variable = variable_of(variable)
         layout = variable.layout

@@ -10,8 +10,6 @@ where they wait for each other, they stand in one order of all ranks (`schedules
     W   ...
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -81,7 +79,7 @@ class Executor:
         end: after `run`, operations at whose end all of the rank's actions have ended.
     """
 
-    def __init__(self, work: Step, *, functions: StageFunctions, gradients: GradientSum, clock: ActionClock | None):
+    def __init__(self, work: "Step", *, functions: StageFunctions, gradients: GradientSum, clock: ActionClock | None):
         self.work, self.functions, self.gradients, self.clock = work, functions, gradients, clock
         self.schedule, self.data, self.training = work.schedule, work.data, work.training
         self.stages, self.weights = work.staged.stages, work.staged.weights

@@ -1,7 +1,5 @@
 """`PipelineModel`: a Keras model whose layers are spread over a pipeline of ranks."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -350,7 +348,7 @@ class PipelineModel(keras.Model):
         }
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> PipelineModel:
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "PipelineModel":
         module = keras.saving.deserialize_keras_object(config["layers_or_model"], custom_objects=custom_objects)
         return cls(**{**config, "layers_or_model": module})
 

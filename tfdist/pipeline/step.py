@@ -1,7 +1,5 @@
 """One step of a pipelined model on one rank: its losses, metrics, outputs and gradients."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Sequence
@@ -81,7 +79,7 @@ class Step:
             clock=clock,
         )
 
-    def run(self) -> Step:
+    def run(self) -> "Step":
         """Runs this rank's part of the schedule; returns this step."""
         with contextlib.ExitStack() as before:
             if self.program is not None:

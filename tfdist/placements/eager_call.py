@@ -3,8 +3,6 @@
 A rank knows the sizes and the values of all that it has; other ranks have others, and all are to find the same.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +34,7 @@ class EagerCall(Call):
         self.attributes = attributes
         self.shapes = list(map(without_rows, self.shapes, placements))
 
-    def with_own_rows(self) -> EagerCall:
+    def with_own_rows(self) -> "EagerCall":
         """Returns the same with the sizes that the rank's own rows have."""
         made = copy.copy(self)
         made.shapes = [x.shape for x in self.read]

@@ -6,8 +6,6 @@ It is an integer like any other. What it divides is a rank's share then, of a nu
 number that each has of its own rows, in the place of the division.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import tensorflow as tf
@@ -41,7 +39,7 @@ class ReplicaPart(float):
 
     count: ReplicaCount
 
-    def __new__(cls, value: float, count: ReplicaCount) -> ReplicaPart:
+    def __new__(cls, value: float, count: ReplicaCount) -> "ReplicaPart":
         made = super().__new__(cls, value)
         made.count = count
         return made

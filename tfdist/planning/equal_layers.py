@@ -5,8 +5,6 @@ their input on. They stand between others as the second does: what they would ha
 made, `step_profile` adds where they stand.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -44,7 +42,7 @@ class LayerCall:
     layer: keras.Layer | None
     start: int
     stop: int = 0
-    stands_for: LayerCall | None = None
+    stands_for: "LayerCall | None" = None
     output: int = 0
     passed: str = ""
     backward: str = ""
@@ -70,7 +68,7 @@ def equal_layers(layers: Sequence[keras.Layer], fewest: int | None = None) -> li
 
 
 @contextlib.contextmanager
-def calls_noted(layers: Sequence[keras.Layer]) -> Iterator[list[LayerCall]]:
+def calls_noted(layers: Sequence[keras.Layer]) -> "Iterator[list[LayerCall]]":
     """A block in which the outermost calls of `layers` are noted, and those of equal layers between others left out."""
     noted = [LayerCall(None, 0)]
     alike = {id(layer): group for group in equal_layers(layers) for layer in group}
@@ -113,7 +111,7 @@ def calls_noted(layers: Sequence[keras.Layer]) -> Iterator[list[LayerCall]]:
         yield noted
 
 
-def _passed_on(x: tf.Tensor, call: LayerCall) -> tf.Tensor:
+def _passed_on(x: tf.Tensor, call: "LayerCall") -> tf.Tensor:
     """Returns `x` by way of an operation forward and one backward, whose names are noted."""
     with tape.stop_recording():
         passed = tf.identity(x, name="alike")

@@ -14,8 +14,6 @@ A message of S bytes takes alpha + S k / beta (`hardware`). Devices that share a
 wait: a step then takes what all of them compute together, at least.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -120,7 +118,7 @@ def _beside(compute: float, messages: float, overlap: float) -> float:
     return max(compute, messages) + min(overlap - 1, 1.0) * min(compute, messages)
 
 
-def _pipelined(links: _Links, forward: float, backward: float) -> tuple[float, float, float]:
+def _pipelined(links: "_Links", forward: float, backward: float) -> tuple[float, float, float]:
     """Returns what the slowest device computes of all microbatches, what it waits, and its messages to the next stage."""
     step, candidate, hardware = links.step, links.candidate, links.hardware
     count = candidate.microbatches

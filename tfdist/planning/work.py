@@ -1,7 +1,5 @@
 """What a traced training step computes: the operations of forward and backward, with their FLOPs and the bytes that they move."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -57,7 +55,7 @@ class Work:
     is_again: np.ndarray
     stands_for: tuple[int, ...]
 
-    def seconds(self, batch_size: float, hardware: Hardware, *, divided: np.ndarray | None = None, ranks: int = 1) -> Seconds:
+    def seconds(self, batch_size: float, hardware: Hardware, *, divided: np.ndarray | None = None, ranks: int = 1) -> "Seconds":
         """Returns how long the operations take on one device, one after another.
 
         Args:

@@ -1,7 +1,5 @@
 """What ended a job, as workers tell it each other and say it at last."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys
@@ -22,7 +20,7 @@ class Failure:
         return {"failed": dataclasses.asdict(self)}
 
     @classmethod
-    def from_word(cls, word: dict[str, Any]) -> Failure:
+    def from_word(cls, word: dict[str, Any]) -> "Failure":
         return cls(**word["failed"])
 
     def message(self, cluster: Cluster) -> str:

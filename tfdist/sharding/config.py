@@ -3,8 +3,6 @@
 A setting stands here and nowhere else: its name, type, default, check and description.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools
@@ -279,7 +277,7 @@ class MeshConfig(ShardingConfig):
     mesh: DeviceMesh
 
     @classmethod
-    def over(cls, devices: Sequence[str], config: ShardingConfig, hosts: Sequence[int] = ()) -> MeshConfig:
+    def over(cls, devices: Sequence[str], config: ShardingConfig, hosts: Sequence[int] = ()) -> "MeshConfig":
         """Returns the settings `config` on the mesh of `devices`. Raises ValueError when its sizes do not divide their number.
 
         `hosts` has the number of each one's host, unless `config` says which are on one; empty: all are.
@@ -354,6 +352,6 @@ def travels_exactly(shape: Sequence[int]) -> bool:
     return len(shape) < 2 or math.prod(shape) < _COMPRESSED_ELEMENTS
 
 
-def config_of(strategy: tf.distribute.Strategy) -> MeshConfig | None:
+def config_of(strategy: tf.distribute.Strategy) -> "MeshConfig | None":
     """Returns the settings and the mesh of a tfdist strategy, None for every other strategy."""
     return getattr(strategy, "sharding_config", None)

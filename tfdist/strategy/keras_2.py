@@ -2,7 +2,7 @@
 
 import os
 import sys
-from types import FrameType
+import traceback
 
 from tfdist import errors
 
@@ -23,12 +23,10 @@ def check_environment() -> None:
 
 def check_caller(name: str | None) -> None:
     """Raises NotImplementedError where Keras 2 makes the variable `name`."""
-    frame: FrameType | None = sys._getframe(1) if "tf_keras" in sys.modules else None
-    while frame is not None:
-        if (frame.f_globals.get("__name__") or "").partition(".")[0] == "tf_keras":
-            raise errors.not_implemented(
-                "A layer, a metric or an optimizer of `tf_keras` (Keras 2) makes a variable under a tfdist strategy.",
-                variable=name,
-                fix=_FIX,
-            )
-        frame = frame.f_back
+    callers = traceback.walk_stack(None) if "tf_keras" in sys.modules else ()
+    if any((frame.f_globals.get("__name__") or "").partition(".")[0] == "tf_keras" for frame, _ in callers):
+        raise errors.not_implemented(
+            "A layer, a metric or an optimizer of `tf_keras` (Keras 2) makes a variable under a tfdist strategy.",
+            variable=name,
+            fix=_FIX,
+        )

@@ -3,8 +3,6 @@
 2F0    stage 2, forward, microbatch 0
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import re
@@ -59,7 +57,7 @@ class Action:
         return f"{self.stage_index}{self.phase.value}{self.microbatch}"
 
     @classmethod
-    def parse(cls, text: str) -> Action:
+    def parse(cls, text: str) -> "Action":
         """Returns the action that `text` names; the inverse of `str`.
 
         Raises:

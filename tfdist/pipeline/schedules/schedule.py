@@ -1,7 +1,5 @@
 """A schedule of a pipeline, as data: which rank does what, in which order."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping
 
@@ -53,7 +51,7 @@ class Schedule:
     @classmethod
     def from_table(
         cls, table: Mapping[int, Iterable[Action | str | None]] | Iterable[Iterable[Action | str | None]], *, name: str = "custom"
-    ) -> Schedule:
+    ) -> "Schedule":
         """Returns the schedule of a table in a loose form.
 
         Args:
@@ -70,7 +68,7 @@ class Schedule:
         return cls({rank: (*row, *[None] * (num_slots - len(row))) for rank, row in read.items()}, name)
 
     @classmethod
-    def from_text(cls, text: str, *, name: str = "custom") -> Schedule:
+    def from_text(cls, text: str, *, name: str = "custom") -> "Schedule":
         """Returns the schedule that a grid shows; the inverse of `to_text`.
 
         Args:
@@ -96,7 +94,7 @@ class Schedule:
         """
         return render_grid(self.table, () if mark is None else (mark,))
 
-    def aligned(self) -> Schedule:
+    def aligned(self) -> "Schedule":
         """Returns the same schedule with every action in the first slot behind all actions that it waits for."""
         return Schedule(aligned_table(self.orders), self.name)
 

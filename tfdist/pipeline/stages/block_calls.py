@@ -5,8 +5,6 @@ blocks, that function can be run up to any of their calls, and from any of them 
 which say what is called with what, and return what they are told.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -84,7 +82,7 @@ def _holds_blocks(held: Any) -> bool:
 class _StandIn:
     """Stands for a block, or a Sequential of blocks: it can be called, and has the attributes of what it stands for."""
 
-    layers: list[_StandIn]  # of a Sequential
+    layers: "list[_StandIn]"  # of a Sequential
 
     def __init__(self, block: keras.layers.Layer, on_call: OnCall):
         self._block = block
@@ -97,7 +95,7 @@ class _StandIn:
         return getattr(self._block, name)
 
 
-def _chain(sequential: keras.Sequential, stand_ins: list[_StandIn]) -> _StandIn:
+def _chain(sequential: keras.Sequential, stand_ins: "list[_StandIn]") -> "_StandIn":
     """Returns what stands for a Sequential of blocks: it calls their stand-ins one after the other."""
 
     def on_call(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

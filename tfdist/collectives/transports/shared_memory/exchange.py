@@ -12,8 +12,6 @@ after the other. Who has heard of turn t + 1 from everybody knows that everybody
 What is larger than a slot takes several turns. Sums are taken in group order, so that all members hold equal bits.
 """
 
-from __future__ import annotations
-
 import mmap
 import socket
 import struct
@@ -118,7 +116,7 @@ class Exchange:
 
     def _pieces(
         self, parts: Sequence[np.ndarray], key: int, source: int | None = None
-    ) -> Iterator[tuple[_Span, list[np.ndarray]]]:
+    ) -> "Iterator[tuple[_Span, list[np.ndarray]]]":
         """Moves `parts` of one dtype in turns; yields for each span of them what the members have for this one there.
 
         A part has one row, which is for all members, or one for each. With a `source` only that member's are moved. What is
@@ -166,7 +164,7 @@ class _Span(NamedTuple):
     offset: int
 
 
-def _turns(sizes: Sequence[int], most: int) -> Iterator[tuple[list[_Span], int]]:
+def _turns(sizes: Sequence[int], most: int) -> "Iterator[tuple[list[_Span], int]]":
     """Cuts vectors of `sizes`, one behind the other, in turns of `most` elements; yields how many each has, too."""
     turn: list[_Span] = []
     filled = 0

@@ -8,8 +8,6 @@ until the next call of any function ends (docs/notes/performance.md). Here Tenso
 The names are private to TensorFlow: tests/test_private_names.py fails when they change.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +22,7 @@ from tfdist.collectives.program import RankProgram
 from tfdist.runtime import give_back_free_memory
 
 # TensorFlow's registry does not keep them, and its own functions stay for ever, too: what they hold must be small.
-_alive: list[_Call] = []
+_alive: "list[_Call]" = []
 _DONE = np.zeros([], np.int64)
 
 
