@@ -327,6 +327,27 @@ def test_in_fit(kind, zero_stage):
     assert_as_on_one_device(fitted(kind), zero_stage)
 
 
+class StepsBetweenBranches(Stepping):
+    """A step in each of two branches, and one between them: each rank has variables of its own, and none waits for another."""
+
+    def step(self, data):
+        loss, grads = self.gradients(data)
+        self.optimizer.apply(grads, self.trainable_variables)
+        return loss
+
+    def train_step(self, data):
+        first = tf.cond(self.is_turn(), lambda: self.step(data), lambda: 0.0)
+        second = self.step(data)
+        third = tf.cond(self.is_turn(3), lambda: self.step(data), lambda: 0.0)
+        return {"first": first, "second": second, "third": third}
+
+
+@pytest.mark.as_traced
+@pytest.mark.parametrize("zero_stage", (0, exhaustive(1), 2, exhaustive(3)))
+def test_a_step_between_branches_that_step(zero_stage):
+    assert_as_on_one_device(fitted(StepsBetweenBranches), zero_stage)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("optimizer", ("lamb", "accumulating", "scaled"))
