@@ -75,7 +75,7 @@ class Communicator:
     def turn_at_calls(self) -> None:
         """Lets each call of what is traced here, a program in which all workers have a part, take a turn: see `Turns`."""
         if self.turns is not None:
-            around_calls(self.turns.taken, key="turn")
+            around_calls(self.turns.taken, key=self.turns)
 
     @property
     def is_multi_worker(self) -> bool:

@@ -37,7 +37,7 @@ def check_at_call(graph: tf.Graph) -> None:
             _checked.add(traced)
         yield
 
-    around_calls(checked, key=id(graph))
+    around_calls(checked, key=here)
 
 
 def check(graph: tf.Graph) -> None:
