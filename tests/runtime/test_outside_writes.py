@@ -4,8 +4,9 @@ import types
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
-from tfdist.runtime.outside_writes import OutsideWrites, digest_of
+from tfdist.runtime.outside_writes import OutsideWrites, digest_of, is_same
 
 
 class Workers:
@@ -64,7 +65,7 @@ def test_who_has_assigned_what(order, is_late, writes, words):
         both.step(index)
     for index in order:
         for name, value in writes[index]:
-            both.workers[index].note(name, np.float32(value))
+            both.workers[index].note(sum(map(ord, name)), f"{name}", np.float32(value))
         both.step(index)
         both.step(index)  # it may be ahead
     both.deliver()
@@ -73,10 +74,10 @@ def test_who_has_assigned_what(order, is_late, writes, words):
 
 def test_a_worker_that_is_behind_is_not_blamed():
     both = Workers()
-    both.workers[0].note("kernel", 1.0)
+    both.workers[0].note(3, "kernel", 1.0)
     both.step(0)
     assert not both.words()  # worker 1 has not come to this step, and may assign it
-    both.workers[1].note("kernel", 1.0)
+    both.workers[1].note(3, "kernel_1", 1.0)
     both.step(1)
     assert not both.words()
 
@@ -88,9 +89,23 @@ def test_a_worker_that_is_behind_is_not_blamed():
         (np.zeros((2, 3)), np.ones((2, 3))),
         (np.array([1, 2]), np.array([2, 1])),
         (np.array(["a", "b"], object), np.array(["b", "a"], object)),
-        (np.float32(0.1), np.float32(np.nextafter(np.float32(0.1), np.float32(1)))),
+        (np.float32(0.1), np.float32(0.1001)),
         (np.zeros((3, 4))[:, 1:3], np.ones((3, 4))[:, 1:3]),
+        (np.ones(3) * 1j, np.ones(3)),
+        (tf.ones(3, tf.bfloat16), tf.zeros(3, tf.bfloat16)),
+        (tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])), tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]))),
+        (np.arange(200_000.0), np.roll(np.arange(200_000.0), 2**16)),
     ],
 )
 def test_digests(one, other):
-    assert digest_of(one) == digest_of(one.copy()) != digest_of(other)
+    same = [1, "v", digest_of(one)]
+    assert is_same(same, [1, "v_1", digest_of(one)]) and not is_same(same, [1, "v", digest_of(other)])
+    assert not is_same(same, [2, "v", digest_of(one)])
+
+
+def test_the_last_bits_of_floats_may_differ():
+    values = np.random.default_rng(1).normal(size=100_000).astype("float32")
+    near = np.nextafter(values, np.float32(9))
+    assert is_same([1, "v", digest_of(values)], [1, "v", digest_of(near)])
+    near[77] += 1.0
+    assert not is_same([1, "v", digest_of(values)], [1, "v", digest_of(near)])

@@ -25,8 +25,8 @@ def test_threads_that_hand_over(tmp_path, stage):
     ("ways", "words"),
     [
         (["beside"] * 2, "Threads must take turns in one order on all workers, but worker "),
-        (["", "late"], "a step of another thread than the last one"),
-        exhaustive(["late", ""], "a step of another thread than the last one"),
+        (["", "late"], "Threads must take turns in one order on all workers, but worker "),
+        exhaustive(["late", ""], "Threads must take turns in one order on all workers, but worker "),
     ],
 )
 def test_threads_that_do_not(tmp_path, ways, words):

@@ -47,8 +47,9 @@ def run_apart(way: str, stage: int) -> None:
     failure_watch._GRACE_SECONDS = 2.0
     strategy = tfdist.MultiWorkerShardedStrategy(zero_stage=stage)
     step = tf.function(lambda x: strategy.run(lambda: tfdist.collectives.all_reduce(x, "data")))
+    other = tf.function(lambda x: strategy.run(lambda: tfdist.collectives.all_reduce(x[:10], "data")))
     x = tf.ones([1000])
-    step(x)
+    step(x), other(x)
     print("acting", flush=True)
     if way == "beside":
         threads = [threading.Thread(target=lambda: [step(x) for _ in range(2000)], name=f"player {i}") for i in range(3)]
@@ -59,5 +60,5 @@ def run_apart(way: str, stage: int) -> None:
     else:
         for _ in range(2 if way == "late" else 1):
             step(x)
-        in_thread(lambda: step(x))
+        in_thread(lambda: other(x))
         step(x), step(x)

@@ -1,6 +1,7 @@
 """The groups of a strategy: their keys, the transport of each, and the ordering tokens of each local rank."""
 
 import collections
+import functools
 import itertools
 import threading
 from collections.abc import Sequence
@@ -72,10 +73,10 @@ class Communicator:
         self._started: dict[int, tf.Variable] = {}  # how many each has started
         self._completed: dict[int, dict[int, tf.Variable]] = {}  # how often each has come to the end of one, by its number
 
-    def turn_at_calls(self) -> None:
+    def turn_at_calls(self, plan: CollectivePlan) -> None:
         """Lets each call of what is traced here, a program in which all workers have a part, take a turn: see `Turns`."""
         if self.turns is not None:
-            around_calls(self.turns.taken, key=self.turns)
+            around_calls(functools.partial(self.turns.taken, plan), key=self.turns)
 
     @property
     def is_multi_worker(self) -> bool:

@@ -132,7 +132,7 @@ class CrossReplica:
         ranks = [rank for rank in communicator.local_ranks if members is None or rank in members]
         plan = communicator.new_plan(f"cross-replica {zlib.crc32(repr(key).encode())}")
         if members is None or tuple(members) == communicator.first_ranks:
-            communicator.turn_at_calls()
+            communicator.turn_at_calls(plan)
         results = []
         for rank, value in zip(ranks, values, strict=True):
             program = RankProgram(communicator, rank, tf.compat.v1.get_default_graph(), plan, [value])

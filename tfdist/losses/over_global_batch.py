@@ -39,8 +39,8 @@ class OverGlobalBatch(keras.losses.Loss):
 
     Args:
         loss: a Keras loss, its name, or a function of (y_true, y_pred), which returns one number, or one for each row, of which
-            the mean is taken. Called in a step, without weights or a mask, a function is given what the step gives, integers
-            and structures too; in a compiled loss it gets floats, as Keras's losses do.
+            the mean is taken. Called in a step, without weights or a mask, a function is given integers and structures as
+            the step gives them; else it gets floats of one rank, as Keras's losses do.
         name: of the loss; that of `loss` if it is not given.
 
     Call arguments:
@@ -83,6 +83,8 @@ class OverGlobalBatch(keras.losses.Loss):
     def _of_all(self, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
         """Returns the loss; a function that a step calls gets what the step gives: Keras would turn integers into floats."""
         is_plain = self.loss is not self._given and callable(self._given) and not keras_scope.is_in_compiled_loss()
+        leaves = [x for x in tf.nest.flatten((y_true, y_pred)) if tf.is_tensor(x)]
+        is_plain &= len(leaves) != 2 or any(x.dtype.is_integer for x in leaves)
         if is_plain and sample_weight is None and getattr(y_pred, "_keras_mask", None) is None:
             return keras.ops.mean(self._given(y_true, y_pred))
         return self.loss(y_true, y_pred, sample_weight)

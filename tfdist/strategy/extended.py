@@ -51,6 +51,7 @@ class ShardedExtendedMixin(VariableCreation):
         self.kept_weights = KeptWeights(sharding.kept_bytes)
         self._graph_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.last_plan: CollectivePlan | None = None
+        self.created = itertools.count()
         self.draws_unsaved = False  # whether a step draws from what no backup has
         # Those that were built for its variables: of each, how many steps are known to be behind it (`checkpoint.unsaved`).
         self.optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -78,7 +79,10 @@ class ShardedExtendedMixin(VariableCreation):
             plan = CollectivePlan(communicator.mesh.world_size, communicator.local_ranks, communicator.mesh.hosts)
             eager_program = functools.partial(EagerProgram, communicator, plan=plan, cross_replica=self.cross_replica)
             try:
-                with self.kept_weights.written(), communicator.turns.taken() if communicator.turns else contextlib.nullcontext():
+                with (
+                    self.kept_weights.written(),
+                    communicator.turns.taken(plan) if communicator.turns else contextlib.nullcontext(),
+                ):
                     return self._run_ranks(fn, args, kwargs, plan, eager_program)
             except tf.errors.ResourceExhaustedError as error:
                 out_of_memory.explain(fn, error)
@@ -94,7 +98,7 @@ class ShardedExtendedMixin(VariableCreation):
             result = self._run_ranks(fn, args, kwargs, plan, program_of)
         finally:
             gc.enable() if collects else None
-        communicator.turn_at_calls()
+        communicator.turn_at_calls(plan)
         collectives.finished_graphs.check_at_call(graph)
         rows_apart.told_at_calls(self._sharding.mesh, graph)
         if not self.cross_replica.is_multi_worker:

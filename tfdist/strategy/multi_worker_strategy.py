@@ -160,7 +160,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         self._coordination = Coordination(self._cluster, name, watch)
         each = len(communicator.local_ranks)
         watch.watched.append(Watched(communicator, self._coordination, self._step_timeout_seconds, each))
-        communicator.turns = Turns(self._coordination, self._step_timeout_seconds)  # which hears others from before they meet
+        communicator.turns = Turns(self._coordination)  # which hears others from before they meet
         mine = self._settings()
         try:
             answers = self._coordination.all_gather("hello", mine, timeout_seconds)
@@ -214,8 +214,9 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
             return value
         packed = pickle.dumps(value) if self._cluster.is_chief else b""
         size = int(self.share("a value of the first worker's", str(len(packed))))
-        sent = self.extended.cross_replica.from_chief(tf.io.decode_raw(packed or bytes(size), tf.uint8))
-        return value if self._cluster.is_chief else pickle.loads(sent.numpy().tobytes())
+        padded = packed.ljust(1 << max(size - 1, 0).bit_length(), b"\0")  # few sizes: each is a program that is kept
+        sent = self.extended.cross_replica.from_chief(tf.io.decode_raw(padded, tf.uint8))
+        return value if self._cluster.is_chief else pickle.loads(sent.numpy().tobytes()[:size])
 
 
 def _not_met(cluster: Cluster, timeout_seconds: float, reason: str) -> str:

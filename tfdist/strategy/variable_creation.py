@@ -5,6 +5,7 @@ what each rank stores, get specs then, too, and must make such variables: Tensor
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ class VariableCreation(_Extended):
 
     _sharding: MeshConfig
     communicator: Communicator
+    created: "itertools.count[int]"
 
     def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         """Makes a variable of TensorFlow's own, or a `ShardedVariable` where some rank stores less than all of it."""
@@ -42,6 +44,7 @@ class VariableCreation(_Extended):
             made = with_layout(super()._create_variable(next_creator, **kwargs), self._sharding.mesh, request.is_of_metric)
         else:
             made = self._create_sharded(next_creator, layout, is_slot, kwargs)
+        made.creation_number = next(self.created)  # the same on all workers
         self._check_compressible(made, is_slot)
         return made
 
