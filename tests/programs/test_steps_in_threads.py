@@ -10,6 +10,8 @@ import tensorflow as tf
 from grids import exhaustive
 from training import strategy_for
 
+import tfdist
+
 X = np.random.default_rng(1).normal(size=(12, 5)).astype("float32")
 Y = np.random.default_rng(2).normal(size=(12, 1)).astype("float32")
 THREADS = 4
@@ -155,6 +157,37 @@ def test_data_that_the_model_makes_while_it_trains(stage):
     assert len(made) >= 6
     for one in made:
         np.testing.assert_allclose(one, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["argument", "closure", "within"])
+def test_a_loop_whose_data_the_model_makes(way):
+    """A step takes its data as an argument, from what its function closes over, or from an iterator there."""
+    strategy = strategy_for(2, 3)
+    model = small(strategy, optimizer=keras.optimizers.SGD(0.0))
+    model.predict(X, verbose=0)
+
+    def batches():
+        for _ in range(4):
+            yield model.predict(X, verbose=0)
+
+    data = tf.data.Dataset.from_generator(batches, output_signature=tf.TensorSpec((12, 1)))
+    iterator = iter(data if way == "within" else data.map(lambda y: y * 2.0))
+
+    def of_rank(y):
+        return tfdist.collectives.all_reduce(tf.reduce_sum(y), "data")
+
+    @tf.function
+    def step():
+        if way == "within":
+            return strategy.run(lambda: of_rank(tf.ones([3])) + (tf.reduce_sum(next(iterator)) if replica() == 0 else 0.0))
+        y = next(iterator)
+        return strategy.run(of_rank, args=(y,)) if way == "argument" else strategy.run(lambda: of_rank(y))
+
+    def replica():
+        return tfdist.collectives.current_program().rank
+
+    for _ in range(3):
+        assert np.isfinite(strategy.experimental_local_results(step())[0].numpy())
 
 
 @EVERY_STAGE

@@ -148,7 +148,7 @@ def _not_called(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        del vars(model)["call"]
+        vars(model).pop("call", None)  # another thread may have been first
 
 
 @replaces("keras.src.backend.tensorflow.trainer", "TFEpochIterator")
