@@ -27,8 +27,6 @@ Written = list[list[Any]]  # of each assignment the variable's number, its name 
 _MOST = 4096
 _TOLERANCE = 1e-5  # of the norm: the last bits of floats may differ between machines
 _WEIGHTS = np.random.default_rng(0).normal(size=2**16)
-
-
 FIX = (
     "Let every worker assign the same: `value = strategy.from_chief(value)`, called by all, returns the first worker's value on "
     "each. Or load one file everywhere, and seed what is drawn."

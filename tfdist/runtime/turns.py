@@ -87,11 +87,8 @@ class Turns:
                 self._others[number].append(program)
                 return ""
             own = self._programs.get(number, program)
-        return (
-            ""
-            if own == program
-            else errors.message(self._words("runs another program than one that has handed over"), fix=_IN_TURN)
-        )
+        words = self._words("runs another program than a worker that has handed over")
+        return "" if own == program else errors.message(words, fix=_IN_TURN)
 
     def _words(self, what: str) -> str:
         return f"Threads must take turns in one order on all workers, but {self._coordination.cluster.task} {what}."
