@@ -88,7 +88,6 @@ PRIVATE = {
     "checkpoint/backups.py",
     "checkpoint/discarding.py",
     "checkpoint/extra_state.py",
-    "checkpoint/log_rows.py",
     "checkpoint/plain_variables.py",
     "checkpoint/saving.py",
     "checkpoint/unfailing_file.py",

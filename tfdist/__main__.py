@@ -2,8 +2,7 @@
 
 import sys
 
-from tfdist.doctor.calibrate_command import add_calibrate
-from tfdist.doctor.command import add_doctor
+from tfdist.doctor.command import add_calibrate, add_doctor
 from tfdist.launch import cli
 from tfdist.planning.command import add_plan
 

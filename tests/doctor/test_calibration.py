@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from tests import forks, workers
 from tfdist.doctor import bandwidth, block, calibration, timing
-from tfdist.doctor.calibrate_command import add_calibrate
 from tfdist.doctor.calibration import calibration_checks, hardware_of
 from tfdist.doctor.check import LeftOutError, Outcome, Result, Status
+from tfdist.doctor.command import add_calibrate
 from tfdist.doctor.session import Session
 from tfdist.launch.cli import main
 from tfdist.planning.hardware import BUS_FACTORS, Hardware, from_file

@@ -8,8 +8,7 @@ import time
 import pytest
 
 from tfdist.doctor.check import Check, Finding, LeftOutError, Result, Status
-from tfdist.doctor.examination import run_checks
-from tfdist.doctor.workers import WorkerGoneError, Workers
+from tfdist.doctor.examination import WorkerGoneError, Workers, run_checks
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from tfdist.launch.tasks import free_ports, tasks_on_free_ports
+from tfdist.launch.job import free_ports, tasks_on_free_ports
 from tfdist.runtime import Cluster
 
 pytestmark = pytest.mark.timeout(60)

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.mesh import logical_gpus
-from tfdist.runtime.gpu_memory import gpu_memory
+from tfdist.mesh.logical_gpus import gpu_memory
 
 pytestmark = pytest.mark.timeout(60)
 

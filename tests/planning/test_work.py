@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.planning.einsums import transposed_bytes
 from tfdist.planning.hardware import Hardware
 from tfdist.planning.traced_model import trace
-from tfdist.planning.work import work_of
+from tfdist.planning.work import transposed_bytes, work_of
 
 COUNTS = Hardware("counts FLOPs", {"float32": [(1.0, 1.0)]}, float("inf"), 0.0, {})
 

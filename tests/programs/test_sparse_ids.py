@@ -25,6 +25,11 @@ def root_of_what_is_looked_up(model, ids, labels):
     return tf.sqrt(looked_up(model, ids, labels))
 
 
+def weighted(model, ids, labels):
+    weights = tf.sparse.map_values(lambda x: tf.sqrt(tf.cast(x + 1, tf.float32)), ids)
+    return tf.reduce_mean(tf.nn.safe_embedding_lookup_sparse(model.table.value, ids, weights) ** 3)
+
+
 def sampled(loss, model, ids, labels):
     negatives = (tf.constant([1, 5, 2], tf.int64), tf.fill(tf.shape(labels), 0.1), tf.fill([3], 0.2))
     h = tf.nn.safe_embedding_lookup_sparse(model.table.value, ids, combiner="sqrtn")
@@ -67,7 +72,7 @@ def program_of(loss):
     return program
 
 
-PROGRAMS = {loss.__name__: program_of(loss) for loss in (looked_up, root_of_what_is_looked_up, softmax, contrast)}
+PROGRAMS = {loss.__name__: program_of(loss) for loss in (looked_up, root_of_what_is_looked_up, weighted, softmax, contrast)}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -24,7 +24,7 @@ import glob
 import itertools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -41,7 +41,6 @@ from tfdist.checkpoint.extra_state import (
     restore_metrics_state,
     trained_variables,
 )
-from tfdist.checkpoint.log_rows import keep_rows_before
 from tfdist.checkpoint.saving import write_on_chief
 from tfdist.checkpoint.staging import copy_file, write_bytes
 from tfdist.checkpoint.unsaved import note_optimizers
@@ -126,7 +125,7 @@ class FitBackup(keras.callbacks.BackupAndRestore):
         if found["path"] is not None:
             self._go_on(found["path"], found["state"], found["is_over"])
             if self._is_chief:
-                keep_rows_before(callbacks, self.model._initial_epoch or 0)
+                _keep_rows_before(callbacks, self.model._initial_epoch or 0)
 
     def _check_data(self) -> None:
         """Says so where no place in the middle of an epoch can be found again."""
@@ -360,3 +359,29 @@ def _write_bytes(path: str, content: bytes) -> None:
         return
     with file_utils.File(path, "wb") as file:
         file.write(content)
+
+
+def _keep_rows_before(callbacks: Iterable[Any], epoch: int) -> None:
+    """Has each `CSVLogger` in `callbacks` write behind the rows of the epochs that are over.
+
+    Rows that this run had written of `epoch` and later ones are dropped; rows of runs before, which it has appended to, stay.
+    """
+    for logger in callbacks:
+        if isinstance(logger, keras.callbacks.CSVLogger):
+            logger.append = True
+            if file_utils.exists(logger.filename):
+                _drop_rows_from(epoch, logger)
+
+
+def _drop_rows_from(epoch: int, logger: Any) -> None:
+    with file_utils.File(logger.filename, "r") as file:
+        lines = file.readlines()
+    firsts = [line.partition(logger.sep)[0] for line in lines]
+    epochs = [int(first) if first.isdigit() else -1 for first in firsts]
+    kept = len(lines)
+    # Behind a row of this run that was dropped is none, or that of the next epoch.
+    while kept and epochs[kept - 1] >= epoch and epochs[kept : kept + 1] in ([], [epochs[kept - 1] + 1]):
+        kept -= 1
+    if kept < len(lines):
+        with file_utils.File(logger.filename, "w") as file:
+            file.write("".join(lines[:kept]))

@@ -45,14 +45,11 @@ def let_wait(since: int, after: Sequence[tf.Tensor] = (), *, is_step: bool = Fal
     waits = [one for one in made if one.type.startswith(_WAITS)]
     users = [one for one in made if any(x.dtype == tf.resource for x in one.inputs) and not one.type.startswith(_WAITS)]
     # What a step reads from outside comes first, and data that it takes itself, of nothing that it has made.
-    after = [
-        *after,
-        *{x.name: x for one in made for x in one.inputs if x.op.name not in names and x.dtype != tf.resource}.values(),
-    ]
-    after = [*(x.op for x in after), *(one for one in waits if not any(x.op.name in names for x in one.inputs))]
+    given = {x.op.name: x.op for one in made for x in one.inputs if x.op.name not in names and x.dtype != tf.resource}
+    own = [one for one in waits if not any(x.op.name in names for x in one.inputs)]
     if users and not (is_step and all(user.type in _READS for user in users)):
         with tf.device("CPU:0"):
-            with tf.control_dependencies(after):
+            with tf.control_dependencies([*(x.op for x in after), *given.values(), *own]):
                 lock = tf.raw_ops.MutexLock(mutex=_mutex())
             for user in users:
                 user._add_control_inputs([lock.op])  # noqa: SLF001

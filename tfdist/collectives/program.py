@@ -1,7 +1,5 @@
 """What one rank emits while `strategy.run` is traced, or runs in an eager one."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import copy
@@ -99,7 +97,7 @@ class RankProgram:
         self._attachments: dict[Callable[[RankProgram], Any], Any] = {}
         self._constants: dict[Any, tf.Tensor] = {}
 
-    def attachment(self, kind: Callable[[RankProgram], Any]) -> Any:
+    def attachment(self, kind: Callable[["RankProgram"], Any]) -> Any:
         """Returns this trace's one `kind(program)`, made on first use."""
         if self.outer is not None and not (isinstance(kind, type) and issubclass(kind, OfBranch)):
             return self.outer.attachment(kind)
@@ -115,7 +113,7 @@ class RankProgram:
         """Returns the ranks of this rank's group along `mesh_axis`."""
         return self.mesh.group_ranks(mesh_axis, self.rank)
 
-    def transport_of(self, ranks: Ranks) -> Transport:
+    def transport_of(self, ranks: Ranks) -> "Transport":
         """Returns how the collectives of the group of `ranks` travel."""
         return self.communicator.transport_of(ranks)
 
@@ -232,11 +230,11 @@ class RankProgram:
         self.root._trusted.append(selector)
 
     @property
-    def root(self) -> RankProgram:
+    def root(self) -> "RankProgram":
         """The rank's program, of which this is, or is that of a branch."""
         return self if self.outer is None else self.outer.root
 
-    def innermost(self) -> RankProgram:
+    def innermost(self) -> "RankProgram":
         """Returns the program of what is traced here: of the innermost branch that has one, or the rank's."""
         root = self.root
         for graph in self._branches_here():
@@ -251,7 +249,7 @@ class RankProgram:
             inside = itertools.takewhile(lambda graph: graph is not root.graph, graphs_here())
             yield from (graph for graph in inside if graph in root.selections)
 
-    def here(self) -> RankProgram | None:
+    def here(self) -> "RankProgram | None":
         """Returns the program that may emit collectives right here, that of a branch made if it must be.
 
         None: in a loop, or a nested `tf.function`, of one rank's function.
@@ -268,14 +266,14 @@ class RankProgram:
         selection = self.root.selections.get(tf.compat.v1.get_default_graph())
         return selection is not None and selection.is_recorded
 
-    def with_way_back(self) -> RankProgram:
+    def with_way_back(self) -> "RankProgram":
         """Returns the innermost program whose messages tapes go back through: this one, or around a branch that tapes record."""
         found = self
         while found.outer is not None and self.root.selections[found.graph].is_recorded:
             found = found.outer
         return found
 
-    def of_traced(self, branch: tf.Graph) -> RankProgram | None:
+    def of_traced(self, branch: tf.Graph) -> "RankProgram | None":
         """Returns the program of a branch; None: it has needed none."""
         selection = self.root.selections.get(branch)
         return None if selection is None else selection.programs.get(branch)
@@ -290,7 +288,7 @@ class RankProgram:
         for branch in self._branches_here():
             self.root.selections[branch].compare(ranks)
 
-    def of_branch(self, branch: tf.Graph) -> RankProgram:
+    def of_branch(self, branch: tf.Graph) -> "RankProgram":
         """Returns a program for a branch of this one."""
         inner = copy.copy(self)
         inner.outer, inner.graph = self, branch
@@ -304,14 +302,14 @@ class RankProgram:
         graph, root = tf.compat.v1.get_default_graph(), self.root
         return (graph is root.graph or graph in root.selections) and not any(selector is trusted for trusted in root._trusted)
 
-    def and_around(self) -> Iterator[RankProgram]:
+    def and_around(self) -> Iterator["RankProgram"]:
         """Yields this program, and those around it, the rank's last."""
         program: RankProgram | None = self
         while program is not None:
             yield program
             program = program.outer
 
-    def that_made(self, x: tf.Tensor) -> RankProgram | None:
+    def that_made(self, x: tf.Tensor) -> "RankProgram | None":
         """Returns the program in whose graph `x` was made, this one or one around it; None: neither."""
         return next((one for one in self.and_around() if x.graph is one.graph), None)
 
@@ -337,7 +335,7 @@ class RankProgram:
         if self.root._is_on_trial:
             raise NotOnTrialError(f"{what} on trial")
 
-    def draft(self) -> RankProgram:
+    def draft(self) -> "RankProgram":
         """Returns the program of what is traced to be thrown away: of its collectives the plan knows nothing."""
         draft = copy.copy(self)
         draft._is_draft = True

@@ -8,8 +8,6 @@ Keras reads the first batches to see what they are, TensorFlow reads ahead of th
 when the call is over: another number of batches on each worker, which would train on different ones from then on.
 """
 
-from __future__ import annotations
-
 import collections
 import types
 import weakref
@@ -20,14 +18,14 @@ from typing import Any
 class Tape:
     """What a call reads of a generator: behind what the call before it has read, and no step has taken."""
 
-    _tapes: weakref.WeakKeyDictionary[types.GeneratorType[Any, Any, Any], Tape] = weakref.WeakKeyDictionary()
+    _tapes: "weakref.WeakKeyDictionary[types.GeneratorType[Any, Any, Any], Tape]" = weakref.WeakKeyDictionary()
 
     def __init__(self, given_back: Iterable[Any]):
         self._read = collections.deque(given_back)  # without those that are dropped
         self._used = self._dropped = 0  # batches; steps, which are another thread's, use them before or behind their reading
 
     @classmethod
-    def of(cls, generator: types.GeneratorType[Any, Any, Any]) -> Tape:
+    def of(cls, generator: "types.GeneratorType[Any, Any, Any]") -> "Tape":
         """Returns the tape of a call that is given `generator`; that of the call before is over."""
         before = cls._tapes.get(generator)
         tape = cls._tapes[generator] = cls(() if before is None else before._unused())
@@ -39,7 +37,7 @@ class Tape:
             self._dropped += 1
         return self._read
 
-    def batches(self, generator: types.GeneratorType[Any, Any, Any]) -> Iterator[Any]:
+    def batches(self, generator: "types.GeneratorType[Any, Any, Any]") -> Iterator[Any]:
         """Yields what was given back, and then the batches of `generator`, which stays open; a generator itself."""
         yield from list(self._read)
         for batch in generator:

@@ -13,8 +13,6 @@ import tensorflow as tf
 from tfdist.sharding.fingerprints import as_integers
 
 _ODD = (0x9E3779B97F4A7C15 - 2**64, 0x7F4A7C159E3779B9, 0x1CE4E5B9BF58476D)  # by which numbers are spread
-
-
 _known: dict[int, tuple[Any, int | None]] = {}  # by the handle's id: a reference to it, and the digest when it was seen first
 
 

@@ -59,7 +59,8 @@ def _looked_up(
     allow_fast_lookup: Any = False,
 ) -> Any:
     found = original(embedding_weights, sparse_ids, sparse_weights, combiner, default_id, max_norm, name, allow_fast_lookup)
-    return _rows_like(found, [sparse_ids.dense_shape, sparse_ids.values], (embedding_weights, sparse_weights))
+    weights = [] if sparse_weights is None else [sparse_weights.values]
+    return _rows_like(found, [sparse_ids.dense_shape, sparse_ids.values, *weights], embedding_weights)
 
 
 _SAMPLED = "(weights, biases, labels, inputs, num_sampled, num_classes, num_true=1, sampled_values=None, "

@@ -17,6 +17,7 @@ import os
 import pathlib
 import shlex
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -24,7 +25,6 @@ from typing import Any
 
 from tfdist.errors import PEER_FAILED_EXIT_CODE
 from tfdist.launch.output import Output, say
-from tfdist.launch.tasks import tasks_on_free_ports
 from tfdist.launch.worker import LOOK_SECONDS, WAKE_LOOKS, Stops, Worker
 from tfdist.runtime.cluster import Cluster, Task
 from tfdist.runtime.failure import Failure
@@ -282,3 +282,23 @@ def _how(exit_code: int) -> str:
         return "was ended by SIGKILL (out of memory?)"
     names = {member.value: member.name for member in signal.Signals}  # without the real-time ones
     return f"was ended by {names.get(-exit_code, f'signal {-exit_code}')}"
+
+
+def tasks_on_free_ports(workers: int, *, chief: bool) -> tuple[Task, ...]:
+    """Returns `workers` tasks, in order of rank, on ports that nobody uses now. With `chief`, the first is the chief."""
+    kinds = [("chief", 0)] if chief else []
+    kinds += [("worker", index) for index in range(workers - len(kinds))]
+    return tuple(Task(kind, index, f"localhost:{port}") for (kind, index), port in zip(kinds, free_ports(workers), strict=True))
+
+
+def free_ports(n: int) -> tuple[int, ...]:
+    """Returns `n` distinct ports that are free on every interface.
+
+    They are free when this returns, not reserved: the workers bind them once TensorFlow is loaded.
+    """
+    with contextlib.ExitStack() as stack:
+        # All are held open until the last is found: the system would give a closed one out again.
+        sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
+        for held in sockets:
+            held.bind(("", 0))
+        return tuple(held.getsockname()[1] for held in sockets)

@@ -9,7 +9,7 @@ there until the next one has begun.
 import collections
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ import tensorflow as tf
 
 from tfdist.graphs import tape
 from tfdist.planning import operations
-from tfdist.planning.graph_optimizer import pushed_down, unchanged
 
 # What makes less is so short that it ends before another thread begins with something.
 _LARGE_BYTES = 2**16
@@ -105,7 +104,7 @@ class Sweep:
         tensors: dict[str, int] = {}
         self._outputs = [[tensors.setdefault(x.name, len(tensors)) for x in one.outputs] for one in ops]
         self._results = {name: tensors[name] for name in results}
-        inputs = {one: list(one.inputs) for one in ops} | dict(pushed_down(ops) if is_one_graph else ())
+        inputs = {one: list(one.inputs) for one in ops} | dict(_pushed_down(ops) if is_one_graph else ())
         self._inputs = [[tensors[x.name] for x in inputs[one]] for one in ops]
         self.before = [sorted({numbers[x.op] for x in inputs[one]} | {numbers[x] for x in one.control_inputs}) for one in ops]
         self._steps = self._order()
@@ -217,4 +216,44 @@ def between(figures: Any, batch_sizes: Sequence[int], batch_size: float) -> Any:
 
 def _alias_of(operation: tf.Operation, number: int) -> int | None:
     alias = operations.alias_of(operation, number)
-    return unchanged(operation) if alias is None else alias
+    return _unchanged(operation) if alias is None else alias
+
+
+# What TensorFlow's graph optimizer changes in a step before it runs, as far as it moves memory:
+#
+#     C * (X * Y)  becomes  X * (C * Y)    a constant is pushed down (Grappler's constant folding, `ConstantPushDown`)
+#     1 * X        becomes  X              (`SimplifyArithmeticOperations`)
+#
+# The gradient of attention ends so: C is the scale of the scores, Y their softmax. C * Y is computed as soon as there is Y, in
+# forward, and kept beside it for backward. In a pipeline forward and backward of a stage are functions of their own: what one of
+# them computes is not moved to the other. A product with one is in the gradient of swish, `tf.nn.silu`, whose slope is one.
+def _pushed_down(operations: Sequence[tf.Operation]) -> Iterator[tuple[tf.Operation, list[tf.Tensor]]]:
+    """Yields the operations whose inputs change, with their new inputs."""
+    for parent in operations:
+        if parent.type != "Mul" or len(parent.inputs) != 2:
+            continue
+        constant, product = sorted(parent.inputs, key=lambda x: x.op.type != "Const")
+        child = product.op
+        if constant.op.type != "Const" or constant.shape.rank != 0 or child.type != "Mul":
+            continue
+        x, y = child.inputs
+        if "Const" in (x.op.type, y.op.type) or not _are_alike(x, y, product, parent.outputs[0]):
+            continue
+        if len(product.consumers()) == 1:
+            yield child, [constant, y]
+            yield parent, [x, product]
+
+
+def _unchanged(operation: tf.Operation) -> int | None:
+    """Returns the number of the input that the operation returns as it is; None: it computes."""
+    if operation.type != "Mul" or len(operation.inputs) != 2:
+        return None
+    for number, factor in enumerate(operation.inputs):
+        is_scalar = factor.op.type == "Const" and factor.shape.rank == 0
+        if is_scalar and tf.get_static_value(factor) == 1 and _are_alike(operation.inputs[1 - number], operation.outputs[0]):
+            return 1 - number
+    return None
+
+
+def _are_alike(*tensors: tf.Tensor) -> bool:
+    return len({tuple(x.shape) for x in tensors}) == 1 and tensors[0].shape.is_fully_defined()

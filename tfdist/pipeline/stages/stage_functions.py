@@ -25,8 +25,6 @@ Not every stage is a function of its inputs. As if this file were not there, eac
 What a layer draws (dropout) is no obstacle: every call reads the generator's state and moves it on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
@@ -72,7 +70,7 @@ class StageFunctions:
 
     def call(
         self, stage: StageLayer, stage_inputs: Sequence[tf.Tensor], model_inputs: Sequence[Any], *, has_backward: bool
-    ) -> StageCall | None:
+    ) -> "StageCall | None":
         """Computes `stage` for one microbatch; None: the stage is no function of its inputs.
 
         `stage_inputs` bear their Keras masks; `has_backward` says whether the gradients of this call will be asked for.
@@ -100,7 +98,7 @@ class StageFunctions:
             self._gathered = [gathered for gathered, _ in call.runs[-1:]]
         return call
 
-    def _functions_of(self, stage: StageLayer, specs: Sequence[Sequence[tf.TensorSpec | None]]) -> _Functions | None:
+    def _functions_of(self, stage: StageLayer, specs: Sequence[Sequence[tf.TensorSpec | None]]) -> "_Functions | None":
         """Traces the stage for tensors of these shapes and returns its functions; None: it is no function of its inputs."""
         found: list[_Trace] = []
 
@@ -122,7 +120,7 @@ class StageFunctions:
         weights = {inside.name: keys[outside.name] for outside, inside in graph.captures if getattr(outside, "name", "") in keys}
         return _Functions(graph, found[0], weights, self._held, self._bucket_bytes)
 
-    def _trace(self, stage: StageLayer, given: list[Any], stage_inputs: list[Any], model_inputs: list[Any]) -> _Trace:
+    def _trace(self, stage: StageLayer, given: list[Any], stage_inputs: list[Any], model_inputs: list[Any]) -> "_Trace":
         with tf.GradientTape(watch_accessed_variables=self._training) as recorder:
             recorder.watch(floats(stage_inputs) if self._training else [])
             outputs = stage(stage_inputs, model_inputs, training=self._training)
@@ -145,7 +143,7 @@ class StageCall:
     `runs` has, of each function of forward that is given weights, what these are made of, gathered, and the call.
     """
 
-    def __init__(self, functions: _Functions, given: Sequence[tf.Tensor], forward: Sequence[_Part]):
+    def __init__(self, functions: "_Functions", given: Sequence[tf.Tensor], forward: Sequence["_Part"]):
         self._functions = functions
         self._trace = trace = functions.trace
         # The microbatch's tensors by the names of those that stand for them in the trace.
@@ -165,7 +163,7 @@ class StageCall:
                 x._keras_logits = self._known[logits.name]
         self.ends = ends_of(self.outputs)
 
-    def _call(self, part: _Part) -> list[tf.Tensor]:
+    def _call(self, part: "_Part") -> list[tf.Tensor]:
         """Calls one of the functions, with what is known and, of gathered parameters, what is held now; returns these."""
         weights, held = self._functions.weights, self._functions.held
         wholes = {x.name: held.whole(weights[x.name]) for x in part.needs if x.name in weights}
@@ -247,7 +245,7 @@ class _Functions:
         }
         self.forward = {has_backward: self._function(*pair) for has_backward, pair in self._of_forward.items()}
 
-    def forward_in_runs(self, has_backward: bool) -> list[_Part]:
+    def forward_in_runs(self, has_backward: bool) -> list["_Part"]:
         """Returns functions that do what `forward` does, each when its own weights are there and the one before has returned.
 
         One alone where they would not wait for each other: what they draw at random, they draw in order.
@@ -260,13 +258,13 @@ class _Functions:
         is_chain = all(any(x.op in run for x in later.needs) for run, later in zip(runs, parts[1:], strict=False))
         return parts if is_chain and results[-1] else [self.forward[has_backward]]
 
-    def _in_turn(self, runs: Sequence[set[tf.Operation]], results: Sequence[Sequence[tf.Tensor]]) -> list[_Part]:
+    def _in_turn(self, runs: Sequence[set[tf.Operation]], results: Sequence[Sequence[tf.Tensor]]) -> list["_Part"]:
         """Returns the functions of `runs` of operations: each returns its `results`, and what later ones need of it."""
         needs = [self._function(*pair).needs for pair in zip(runs, results, strict=True)]
         passed_on = [[x for x in itertools.chain(*needs) if x.op in run] for run in runs]
         return [self._function(run, [*own, *others]) for run, own, others in zip(runs, results, passed_on, strict=True)]
 
-    def _function(self, operations: Iterable[tf.Operation], results: Sequence[tf.Tensor]) -> _Part:
+    def _function(self, operations: Iterable[tf.Operation], results: Sequence[tf.Tensor]) -> "_Part":
         """Returns the function that computes `results` by `operations` and, besides, by constants and reads of variables."""
         own = set(operations) - self._given
         needs: dict[str, tf.Tensor] = {}
