@@ -48,13 +48,12 @@ def let_wait(since: int, after: Sequence[tf.Tensor] = (), *, is_step: bool = Fal
     given = {x.op.name: x.op for one in made for x in one.inputs if x.op.name not in names and x.dtype != tf.resource}
     own = [one for one in waits if not any(x.op.name in names for x in one.inputs)]
     if users and not (is_step and all(user.type in _READS for user in users)):
-        with tf.device("CPU:0"):
-            with tf.control_dependencies([*(x.op for x in after), *given.values(), *own]):
-                lock = tf.raw_ops.MutexLock(mutex=_mutex())
-            for user in users:
-                user._add_control_inputs([lock.op])  # noqa: SLF001
-            with tf.control_dependencies(users):
-                tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+        with tf.device("CPU:0"), tf.control_dependencies([*(x.op for x in after), *given.values(), *own]):
+            lock = tf.raw_ops.MutexLock(mutex=_mutex())
+        for user in users:
+            user._add_control_inputs([lock.op])  # noqa: SLF001
+        with tf.device("CPU:0"), tf.control_dependencies(users):
+            tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
 
 
 @contextlib.contextmanager

@@ -112,8 +112,9 @@ class Dealing:
                     condition=tf.equal(other, first),
                     data=[
                         f"All tensors of a batch must have the same number of rows. Tensor {index} ({tensors[index]}) has "
-                        f"another number than tensor 0 ({tensors[0]}). Where they differ by purpose, batch all with "
-                        "`drop_remainder=True`, or zip datasets that are batched:",
+                        f"another number than tensor 0 ({tensors[0]}). If each example has its own, as a graph of nodes, give "
+                        "the model ragged tensors, and merge the examples there (`x.values`, `x.value_rowids()`). Else batch all "
+                        "with `drop_remainder=True`, or zip datasets that are batched:",
                         other,
                         first,
                     ],

@@ -130,14 +130,14 @@ def of_layer(layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> An
     facts: Facts = here.attachment(Facts)
     before = tape.operations_so_far()
 
-    def is_met(x: Any) -> bool:
-        return tf.is_symbolic_tensor(x) and here.exists_here(x) and isinstance(facts.of(x), Unknown)
+    def placement_of(x: Any) -> Placement | None:
+        return facts.of(x) if tf.is_symbolic_tensor(x) and here.exists_here(x) else None
 
     def own(x: Any) -> Any:
-        if not is_met(x):
+        if not isinstance(placement_of(x), Unknown):
             return x
         made = {op.name for op in tape.operations_since(before)}
-        if not all(op.name in made or keeps_rows(op) for op in facts.reasons_of(x)):
+        if is_of_parts or not all(op.name in made or keeps_rows(op) for op in facts.reasons_of(x)):
             return x  # of a part of the batch, say, of which what is computed has as many rows
         name = f"The layer {layer.name!r}"  # which returns rows, whatever it makes of a sparse tensor's indices
         placement = known(program, x, f"layer/{layer.name}", layer, name, not_told=Why.GIVEN)
@@ -148,7 +148,12 @@ def of_layer(layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> An
             found._keras_mask = x._keras_mask
         return found
 
-    if any(map(is_met, tf.nest.flatten((args, kwargs)))):
+    given = tf.nest.flatten((args, kwargs))
+    placements = [placement_of(x) for x in given]
+    # Such as values of ragged tensors, of which each row of the batch has its own number: so may what the layer returns.
+    is_of_parts = {one.is_even for one in placements if isinstance(one, Shard)} == {False}
+    is_of_parts = is_of_parts and not any(isinstance(x, tf.RaggedTensor | tf.SparseTensor) for x in given)
+    if any(isinstance(one, Unknown) for one in placements):
         args, kwargs = tf.nest.map_structure(own, (args, kwargs))
     return tf.nest.map_structure(own, call(*args, **kwargs))
 
