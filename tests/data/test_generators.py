@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tfdist
-from tfdist.data.generators import Tape
+from tfdist.data.epoch_iterator import Tape
 
 pytestmark = pytest.mark.timeout(120)
 

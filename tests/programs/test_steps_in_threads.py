@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from grids import exhaustive
-from training import strategy_for
+from training import one_device, strategy_for
 
 import tfdist
 
@@ -209,3 +209,33 @@ def test_training_while_others_evaluate(stage, is_eager):
 
     _, found = together(train, evaluate)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_python_code_of_a_step_that_runs_another(stage):
+    """It would wait for ever; what the error names in its place is one device's."""
+
+    def fitted(strategy, way):
+        other = small(strategy, seed=2)
+        outputs = {"step": lambda x: other.predict_on_batch(x.numpy()), "model": other}[way]
+
+        class Helped(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.dense = keras.layers.Dense(1)
+
+            def call(self, x):
+                helped = tf.py_function(outputs, [x], tf.float32)
+                return self.dense(x) + tf.stop_gradient(tf.ensure_shape(helped, (None, 1)))
+
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = Helped()
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(X, Y, batch_size=6, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    with pytest.raises(tf.errors.OpError, match="runs another step, which waits for the end of the first"):
+        fitted(strategy_for(2, stage), "step")
+    for found, expected in zip(fitted(strategy_for(2, stage), "model"), fitted(one_device(), "step"), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -100,3 +100,44 @@ def test_a_number_of_rows_that_is_written_into_a_step(way, is_static, stage):
     assert re.search(r"a part of the rows of a batch, here.* 3, where 6 are wanted.*`tf.shape\(x\)\[0\]`", said)
     for found, expected in zip(fitted(strategy_for(2, stage), asks=True), fitted(one_device(), asks=True), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+VIEWS = RNG.normal(size=(4, 2, 5, 3)).astype("float32")  # steps, views, rows, features
+
+
+class TwoViews(keras.Model):
+    """Compares two views of each row, which the first or the second axis of a batch numbers."""
+
+    def __init__(self, axis, way):
+        super().__init__()
+        self.dense, self.axis, self.way = keras.layers.Dense(4), axis, way
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, x):
+        with tf.GradientTape() as tape:
+            if self.way == "index":
+                first, second = (x[0], x[1]) if self.axis == 0 else (x[:, 0], x[:, 1])
+            else:
+                first, second = tf.unstack(x, axis=self.axis)
+            loss = tf.reduce_mean((self(first) - self(second) ** 2) ** 2)
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True))
+        return {"loss_of_step": loss}
+
+
+@pytest.mark.parametrize("way", ["index", "unstack"])
+@pytest.mark.parametrize("stage", [exhaustive(0), 3])
+def test_arrays_whose_first_axis_is_not_the_batch(way, stage):
+    def fitted(strategy, axis):
+        keras.utils.set_random_seed(4)
+        with strategy.scope():
+            model = TwoViews(axis, way)
+            model.compile(keras.optimizers.SGD(0.1))
+        model.fit(tf.data.Dataset.from_tensor_slices(VIEWS if axis == 0 else VIEWS.swapaxes(1, 2)), verbose=0)
+        return model.get_weights()
+
+    with pytest.raises((IndexError, ValueError), match=r"let arrays \(2, rows, ...\) be \(rows, 2, ...\)"):
+        fitted(strategy_for(2, stage), axis=0)
+    for found, expected in zip(fitted(strategy_for(2, stage), axis=1), fitted(one_device(), axis=0), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -13,20 +13,26 @@ generator calls the model to make them.
 Note: no circle. Within a function a mutex is locked in the order of tracing, as all that uses one resource is, and what stands
 after the k-th lock needs nothing of what stands after a later one.
 
+Python code that a step calls (`tf.py_function`) cannot run another: each would wait for the other. That raises.
+
 Over several workers their order counts, too: see `turns`.
 """
 
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
+from tfdist import errors, temporary
 from tfdist.graphs import tape
+from tfdist.graphs.calls import around_calls
 
 _WAITS = ("IteratorGetNext", "QueueDequeue", "QueueEnqueue")  # for who may be waiting for a step
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
+_python = threading.local()
 
 
 @functools.cache
@@ -47,6 +53,8 @@ def let_wait(since: int, after: Sequence[tf.Tensor] = (), *, is_step: bool = Fal
     # What a step reads from outside comes first, and data that it takes itself, of nothing that it has made.
     given = {x.op.name: x.op for one in made for x in one.inputs if x.op.name not in names and x.dtype != tf.resource}
     own = [one for one in waits if not any(x.op.name in names for x in one.inputs)]
+    if is_step or users:
+        around_calls(_not_by_a_step, key=_python)
     if users and not (is_step and all(user.type in _READS for user in users)):
         with tf.device("CPU:0"), tf.control_dependencies([*(x.op for x in after), *given.values(), *own]):
             lock = tf.raw_ops.MutexLock(mutex=_mutex())
@@ -54,6 +62,26 @@ def let_wait(since: int, after: Sequence[tf.Tensor] = (), *, is_step: bool = Fal
             user._add_control_inputs([lock.op])  # noqa: SLF001
         with tf.device("CPU:0"), tf.control_dependencies(users):
             tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+
+
+@contextlib.contextmanager
+def _not_by_a_step() -> Iterator[None]:
+    if getattr(_python, "is_of_a_step", False):
+        raise errors.runtime_error(
+            "Python code that a step calls (`tf.py_function`) runs another step, which waits for the end of the first.",
+            fix="Call the model, `model(x)`; or run the other step before this one, and give it what that returns.",
+        )
+    yield
+
+
+def python_of_step(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function`, which a step calls in Python, as one in which other steps are refused."""
+
+    def called(*args: Any) -> Any:
+        with temporary.attributes(_python, is_of_a_step=True):
+            return function(*args)
+
+    return called
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """The datasets of tfdist's strategies, and the iterators by which a process's devices get their elements from them.
 
-CPUs take them from one iterator (`in_turn`). Other devices each get a small dataset of their own from TensorFlow, a generator and
+CPUs take them from one iterator (`InTurn`). Other devices each get a small dataset of their own from TensorFlow, a generator and
 a prefetch. Two things are different here:
 
 * A generator has seven functions, which TensorFlow traces for every device of every iterator; Keras makes two iterators an epoch.
@@ -25,8 +25,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_dataset_ops
 
 from tfdist.data.ends import Ends
-from tfdist.data.in_turn import InTurn
-from tfdist.data.iterator import DistributedIterator
+from tfdist.data.iterator import DistributedIterator, InTurn
 from tfdist.data.kept_functions import keep, kept
 from tfdist.mesh import are_cpus
 

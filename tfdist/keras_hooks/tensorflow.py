@@ -8,7 +8,7 @@ import tensorflow as tf
 from tensorflow.python.autograph.core import config
 from tensorflow.python.framework import tensor_conversion_registry
 
-from tfdist.collectives import Where, nested_functions, rank_program, trace_branches, where
+from tfdist.collectives import Where, exclusion, nested_functions, rank_program, trace_branches, where
 from tfdist.graphs import calls, tape
 from tfdist.graphs.frames import is_asked_by_keras
 from tfdist.keras_hooks.table import is_users, replaces
@@ -90,6 +90,16 @@ def _call_flat(original: Callable[..., Any], self: Any, tensor_inputs: Any, capt
     """What a function writes is not to be kept from before its call, and threads that send something take turns: TensorFlow tells
     nobody of a call."""
     return calls.call(self, lambda: original(self, tensor_inputs, captured_inputs))
+
+
+_PYTHON = "(func, inp, Tout, stateful=None, use_eager_py_func=False, is_grad_func=False, name=None)"
+
+
+@replaces("tensorflow.python.ops.script_ops", "_internal_py_func", signature=_PYTHON)
+def _python_function(original: Callable[..., Any], func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Python code of a step that runs another step would wait for ever: for its own to end, or for a thread to run in."""
+    is_of_step = rank_program() is not None and not kwargs.get("is_grad_func")
+    return original(exclusion.python_of_step(func) if is_of_step else func, *args, **kwargs)
 
 
 @replaces("tensorflow.name_scope", "__init__")

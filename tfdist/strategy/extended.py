@@ -15,18 +15,7 @@ from tensorflow.python.distribute import cross_device_ops, distribute_utils, mir
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 from tfdist import collectives, keras_hooks
-from tfdist.collectives import (
-    CollectivePlan,
-    Communicator,
-    CrossReplica,
-    EagerProgram,
-    RankProgram,
-    Where,
-    check_it_pays,
-    choose_transport,
-    exempt_from_automatic_order,
-    where,
-)
+from tfdist.collectives import CollectivePlan, Communicator, RankProgram
 from tfdist.data import DistributedDataset, DistributedDatasetsFromFunction, Ends, parts, split_batches
 from tfdist.graphs import tape
 from tfdist.layers import randomness, sharded_tensors
@@ -35,19 +24,19 @@ from tfdist.placements.replicas import ReplicaCount
 from tfdist.runtime import give_back_free_memory, out_of_memory
 from tfdist.sharding import KeptWeights, MeshConfig
 from tfdist.sharding.known_sums import KnownSums
-from tfdist.strategy import keras_2, rows_apart, sums_again
-from tfdist.strategy.variable_creation import VariableCreation
+from tfdist.strategy import rows_apart, sums_again
+from tfdist.strategy.variable_creation import VariableCreation, check_keras
 
 
 class ShardedExtendedMixin(VariableCreation):
     """What every tfdist strategy adds to a mirrored one, whatever transport it stands on."""
 
     def _setup(self, sharding: MeshConfig, communicator: Communicator) -> None:
-        keras_2.check_environment()
+        check_keras()
         keras_hooks.install()
         self._sharding = sharding
         self.communicator = communicator
-        self.cross_replica = CrossReplica(self.communicator)
+        self.cross_replica = collectives.CrossReplica(self.communicator)
         self.kept_weights = KeptWeights(sharding.kept_bytes)
         self._graph_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.last_plan: CollectivePlan | None = None
@@ -59,7 +48,7 @@ class ShardedExtendedMixin(VariableCreation):
     def _check_compression(self) -> None:
         """Refuses compression that would send more, once it is known how the groups' bytes travel."""
         if self._sharding.compressor is not None:
-            check_it_pays(self.communicator, self._sharding.compressor, self._sharding.compressing_setting)
+            collectives.check_it_pays(self.communicator, self._sharding.compressor, self._sharding.compressing_setting)
 
     # Running
 
@@ -77,7 +66,7 @@ class ShardedExtendedMixin(VariableCreation):
         communicator = self.communicator
         if tf.executing_eagerly():
             plan = CollectivePlan(communicator.mesh.world_size, communicator.local_ranks, communicator.mesh.hosts)
-            eager_program = functools.partial(EagerProgram, communicator, plan=plan, cross_replica=self.cross_replica)
+            eager_program = functools.partial(collectives.EagerProgram, communicator, plan=plan, cross_replica=self.cross_replica)
             try:
                 with (
                     self.kept_weights.written(),
@@ -141,7 +130,7 @@ class ShardedExtendedMixin(VariableCreation):
                 program.close(summands)
                 if not program.is_eager:
                     sums_again.mark(outputs, program)
-            exempt_from_automatic_order(tape.operations_since(began))
+            collectives.exempt_from_automatic_order(tape.operations_since(began))
             return summands
 
         with rows_apart.told(self._sharding.mesh):
@@ -205,7 +194,7 @@ class ShardedExtendedMixin(VariableCreation):
         return cross_device_ops.ReductionToOneDevice()
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        if where() is Where.NO_RANK:
+        if collectives.where() is collectives.Where.NO_RANK:
             return super()._replica_ctx_all_reduce(reduce_op, value, options)
         op = {tf.distribute.ReduceOp.SUM: "sum", tf.distribute.ReduceOp.MEAN: "mean"}[reduce_op]
         return tf.nest.map_structure(lambda tensor: collectives.all_reduce(tensor, "data", reduce_op=op), value)
@@ -295,7 +284,7 @@ class ShardedMirroredExtended(ShardedExtendedMixin, mirrored_strategy.MirroredEx
     def __init__(self, strategy: tf.distribute.Strategy, sharding: MeshConfig, communicator: Communicator | None = None):
         strategy._collective_key_base = 1000 * next(self._next_key_base)
         mesh = sharding.mesh
-        self._setup(sharding, communicator or Communicator(mesh, choose_transport(mesh.devices)))
+        self._setup(sharding, communicator or Communicator(mesh, collectives.choose_transport(mesh.devices)))
         self._check_compression()
         super().__init__(strategy, devices=self._local_devices(), cross_device_ops=self._get_cross_device_ops(None))
 

@@ -14,25 +14,31 @@ from tfdist.mesh import DeviceMesh
 _OF_SHAPES = re.compile(
     "Dimensions? .*must be equal|[Ii]ncompatible shapes|are incompatible|must be broadcastable|size-incompatible|Cannot reshape"
 )
+_OF_AXES = re.compile(
+    "slice index .* out of bounds|must be evenly divisible|list index out of range|Cannot infer argument `num`|values to unpack"
+)
 _FIRST_SIZES = re.compile(r"(?<!\w)\[(\d+)[,\]]")
 _NODE = re.compile(r"\{\{node (?:gradient_tape/)?([^}]+)\}\}")
 _NOTE = (
     "Under this strategy each device has a part of the rows of a batch{numbers}. A number of rows that is written into the step "
-    "is that of the whole batch: write `tf.shape(x)[0]`. If an operation needs all rows, as a graph convolution over the nodes "
-    "of one graph does, give every device the whole batch (`model.train_on_batch`), or gather the rows before it: "
+    "is that of the whole batch: write `tf.shape(x)[0]`. The first axis is the batch: let arrays (2, rows, ...) be "
+    "(rows, 2, ...). If an operation needs all rows, as a graph convolution over the nodes of one graph does, give every device "
+    "the whole batch (`model.train_on_batch`), or gather the rows before it: "
     "`tfdist.collectives.all_gather(x, uneven=True)`."
 )
 
 
 @contextlib.contextmanager
 def told(mesh: DeviceMesh) -> Iterator[None]:
-    """A block in which a ValueError about shapes says that each device has a part of the rows."""
+    """A block in which an error about shapes says that each device has a part of the rows."""
     try:
         yield
-    except ValueError as error:
-        if type(error) is not ValueError or mesh.data_parallel_size == 1 or not _OF_SHAPES.search(str(error)):
+    except (IndexError, ValueError) as error:
+        kind, said = type(error), str(error)
+        is_of_rows = _OF_SHAPES.search(said) or _OF_AXES.search(said)
+        if kind not in (IndexError, ValueError) or mesh.data_parallel_size == 1 or not is_of_rows:
             raise
-        raise ValueError(f"{error}\n\n{_note(str(error))}") from error
+        raise kind(f"{said}\n\n{_note(said)}") from error
 
 
 def told_at_calls(mesh: DeviceMesh, graph: tf.Graph) -> None:
@@ -57,5 +63,5 @@ def told_at_calls(mesh: DeviceMesh, graph: tf.Graph) -> None:
 
 
 def _note(message: str, line: str = "") -> str:
-    sizes = sorted({int(size) for size in _FIRST_SIZES.findall(message)})
+    sizes = sorted({int(size) for size in _FIRST_SIZES.findall(message)}) if _OF_SHAPES.search(message) else []
     return _NOTE.format(numbers=f", here {sizes[0]}, where {sizes[-1]} are wanted{line}" if len(sizes) > 1 else line)

@@ -6,6 +6,9 @@ what each rank stores, get specs then, too, and must make such variables: Tensor
 
 import dataclasses
 import itertools
+import os
+import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -16,9 +19,13 @@ from tensorflow.python.eager import record
 from tfdist import errors
 from tfdist.collectives import Communicator
 from tfdist.sharding import Layout, MeshConfig, PlacementRequest, ShardedVariable, current_placement, with_layout
-from tfdist.strategy.keras_2 import check_caller
 
 _SYNC_ON_READ = tf.VariableSynchronization.ON_READ
+# What `tf_keras` does with losses and gradients under a strategy would be its own.
+_INSTEAD = (
+    "Use Keras 3: `import keras` in the place of `tf_keras`, without `TF_USE_LEGACY_KERAS`; or stay with Keras 2 and "
+    "`tf.distribute.MirroredStrategy`."
+)
 
 
 # The extended class of TensorFlow that it is mixed into: the type checker is not to ask what that has.
@@ -34,7 +41,7 @@ class VariableCreation(_Extended):
 
     def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         """Makes a variable of TensorFlow's own, or a `ShardedVariable` where some rank stores less than all of it."""
-        check_caller(kwargs.get("name"))
+        _check_caller(kwargs.get("name"))
         request = self._request(kwargs)
         is_slot = request.slot_of is not None
         layout = self._sharded_layout(request, kwargs)
@@ -163,3 +170,23 @@ class VariableCreation(_Extended):
 
     def _local_devices(self) -> list[str]:
         return [self._sharding.mesh.devices[rank] for rank in self.communicator.local_ranks]
+
+
+def check_keras() -> None:
+    """Raises NotImplementedError where `tf.keras` is Keras 2."""
+    value = os.environ.get("TF_USE_LEGACY_KERAS", "")
+    if value.strip().lower() in ("1", "true"):
+        raise errors.not_implemented(
+            "tfdist trains models of Keras 3, and `tf.keras` is Keras 2.", TF_USE_LEGACY_KERAS=value, fix=_INSTEAD
+        )
+
+
+def _check_caller(name: str | None) -> None:
+    """Raises NotImplementedError where Keras 2 makes the variable `name`."""
+    callers = traceback.walk_stack(None) if "tf_keras" in sys.modules else ()
+    if any((frame.f_globals.get("__name__") or "").partition(".")[0] == "tf_keras" for frame, _ in callers):
+        raise errors.not_implemented(
+            "A layer, a metric or an optimizer of `tf_keras` (Keras 2) makes a variable under a tfdist strategy.",
+            variable=name,
+            fix=_INSTEAD,
+        )
