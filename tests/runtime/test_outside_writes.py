@@ -6,20 +6,21 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.runtime.outside_writes import OutsideWrites, digest_of, is_same
+from tfdist.runtime import Turns
+from tfdist.runtime.outside_writes import digest_of, is_same
 
 
 class Workers:
     """Two workers, whose words arrive at once, or when `deliver` is called."""
 
     def __init__(self, is_late=False):
-        self.is_late, self.late, self.said, self.numbers, self.listeners = is_late, [], [], [0, 0], []
-        self.workers = [OutsideWrites(self._coordination(index)) for index in range(2)]
+        self.is_late, self.late, self.said, self.listeners = is_late, [], [], []
+        self.workers = [Turns(self._coordination(index)) for index in range(2)]
 
     def _coordination(self, index):
         cluster = types.SimpleNamespace(tasks=("worker 0", "worker 1"), task=f"worker {index}")
         tell, listen = (lambda _, told: self._tell(index, told)), (lambda _, heard: self.listeners.append(heard))
-        return types.SimpleNamespace(cluster=cluster, tell=tell, listen=listen)
+        return types.SimpleNamespace(cluster=cluster, tell=tell, listen=listen, fail=lambda words, fix: self.said.append(words))
 
     def _tell(self, index, told):
         self.late.append((index, told))
@@ -32,8 +33,8 @@ class Workers:
             self.said.append(self.listeners[1 - index](index, told))
 
     def step(self, index):
-        self.numbers[index] += 1
-        self.said.append(self.workers[index].begin(self.numbers[index]))
+        with self.workers[index].taken(types.SimpleNamespace(name="step")):
+            pass
 
     def words(self):
         return " ".join(filter(None, self.said))

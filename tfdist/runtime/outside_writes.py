@@ -3,28 +3,19 @@
     worker 0    model.set_weights(a)     program 7   tells "before 7: kernel 5fa3"    and waits for nobody
     worker 1                             program 7   hears it, now or later, and has said nothing of 7: they part
 
-Each worker numbers its programs of collectives (steps, evaluations, readings), which are the same on all; see `turns`. A word has
-digests, and costs nothing where nothing was assigned.
+Each worker numbers its programs of collectives (steps, evaluations, readings), which are the same on all, and tells: see `turns`.
+A word has digests.
 """
 
-import collections
-import contextlib
 import itertools
-import threading
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist import errors
-from tfdist.runtime.coordination import Coordination
-
 Written = list[list[Any]]  # of each assignment the variable's number, its name and a digest, in order
 
-# Of so many programs that something was assigned before, and of so many assignments each, a worker knows what; of more, how many.
-_MOST = 4096
 _TOLERANCE = 1e-5  # of the norm: the last bits of floats may differ between machines
 _WEIGHTS = np.random.default_rng(0).normal(size=2**16)
 FIX = (
@@ -60,65 +51,14 @@ def is_same(one: list[Any], other: list[Any]) -> bool:
     return sizes and all(abs(x[1] - y[1]) <= _TOLERANCE * max(x[2], y[2]) for x, y in pairs if len(x) > 1)
 
 
-class OutsideWrites:
-    """What this worker has assigned, and what it has heard of others'."""
-
-    def __init__(self, coordination: Coordination):
-        self._coordination = coordination
-        coordination.listen("written", self._heard)
-        self._lock = threading.Lock()
-        self._now: Written = []  # since the last program
-        self._number = 0
-        self._is_full = False
-        self._own: collections.OrderedDict[int, Written] = collections.OrderedDict()  # by program
-        self._others: dict[int, dict[int, Written]] = {}  # of programs that this worker has not come to, by worker
-
-    def note(self, number: int, name: str, value: Any) -> None:
-        """Notes that this worker assigns `value` to the variable that was made as the `number`-th, `name`."""
-        digest = digest_of(value)
-        with self._lock:
-            if len(self._now) == _MOST:
-                digest = [[1 + (self._now.pop()[2][0][0] if self._is_full else 0)]]
-                self._is_full = True
-            self._now.append([number, name, digest])
-
-    @contextlib.contextmanager
-    def noted(self, number: int, name: str) -> Iterator[None]:
-        """A call of a function that assigns to a variable what is not known here."""
-        self.note(number, name, "in a function")
-        yield
-
-    def begin(self, number: int) -> str:
-        """Tells what was assigned since the last program, when that of `number` begins; returns how others differ, "" if not."""
-        with self._lock:
-            written, self._now, self._number, self._is_full = self._now, [], number, False
-            if written:
-                self._own[number] = written
-                if len(self._own) > _MOST:
-                    self._own.popitem(last=False)
-            heard = self._others.pop(number, {})
-        if written:
-            self._coordination.tell("written", [number, written])
-        return next((words for index, theirs in heard.items() if (words := self._difference(index, written, theirs))), "")
-
-    def _heard(self, index: int, heard: Any) -> str:
-        """Returns how worker `index`, which has said this of one of its programs, differs; "" if not, or not yet."""
-        number, theirs = heard
-        with self._lock:
-            if number > self._number:
-                self._others.setdefault(number, {})[index] = theirs
-                return ""
-            own = self._own.get(number, [])
-        words = self._difference(index, own, theirs)
-        return errors.message(words, fix=FIX) if words else ""
-
-    def _difference(self, index: int, own: Written, theirs: Written) -> str:
-        pairs = itertools.zip_longest(own, theirs, fillvalue=[-1, "", []])
-        different = next((pair for pair in pairs if not is_same(*pair)), None)
-        if different is None:
-            return ""
-        cluster = self._coordination.cluster
-        both: Any = zip((cluster.task, cluster.tasks[index]), different, strict=True)
-        (first, (number, name, _)), (second, (other, other_name, _)) = sorted(both, key=lambda one: one[1][0] < 0)
-        there = f"not on {second}" if other < 0 else f"another on {second}" if other == number else f"{other_name!r} on {second}"
-        return f"Workers have assigned different values, outside of steps, to what all hold: {name!r} on {first}, and {there}."
+def difference(own: Written, theirs: Written, task: Any, other: Any) -> str:
+    """Returns how what the worker `other` has assigned differs from what `task` has, in words; "" if it does not."""
+    pairs = itertools.zip_longest(own, theirs, fillvalue=[-1, "", []])
+    different = next((pair for pair in pairs if not is_same(*pair)), None)
+    if different is None:
+        return ""
+    both: Any = zip((task, other), different, strict=True)
+    (first, (number, name, _)), (second, (its_number, its_name, _)) = sorted(both, key=lambda one: one[1][0] < 0)
+    there = f"{its_name!r} on {second}" if its_number != number else f"another on {second}"
+    there = f"not on {second}" if its_number < 0 else there
+    return f"Workers have assigned different values, outside of steps, to what all hold: {name!r} on {first}, and {there}."

@@ -64,11 +64,11 @@ def note_from_outside(variable: Any, value: Any, *, is_read: bool = False) -> No
     if tf.executing_eagerly():
         # Another variable, whose value all hold alike already, may be one that is read by a message.
         is_known = not isinstance(value, keras.Variable | tf.Variable | tf.distribute.DistributedValues)
-        turns.writes.note(number, name, value if is_known else "a variable")
+        turns.note(number, name, value if is_known else "a variable")
     elif is_read:
-        tf.numpy_function(functools.partial(turns.writes.note, number, name), [value], [])
+        tf.numpy_function(functools.partial(turns.note, number, name), [value], [])
     else:
-        around_calls(functools.partial(turns.writes.noted, number, name), key=("written", id(variable)))
+        around_calls(functools.partial(turns.noted, number, name), key=("written", id(variable)))
 
 
 class _WithLayout(AsNumber, _Variable):
