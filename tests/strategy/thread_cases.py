@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 from typing import Any
 
@@ -15,12 +16,9 @@ from tfdist.runtime import failure_watch
 
 
 def in_thread(function: Any) -> Any:
-    """Returns what `function` returns in a thread of its own, once it has ended."""
-    found = []
-    thread = threading.Thread(target=lambda: found.append(function()), name="another")
-    thread.start()
-    thread.join()
-    return found[0]
+    """Returns what `function` returns, or raises what it raises, in a thread of its own, once it has ended."""
+    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="another") as threads:
+        return threads.submit(function).result()
 
 
 def hand_over(stage: int) -> list[Any]:
