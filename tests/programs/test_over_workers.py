@@ -30,6 +30,7 @@ FUNCTIONS = [
     (Case(("rmse", "dice", "centred_rows", "in_batch_negatives"), "step", "uneven"), 3),
     (Case(("masked_mean", "flooding", "max_of_the_rows"), "fit", "empty"), 0),
     (Case(("correlation", "where_of_the_mean"), "loop", "coincide_dynamic"), 2),
+    (Case(("rmse", "masked_mean"), "eager", "uneven"), 0),
 ]
 
 

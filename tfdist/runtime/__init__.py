@@ -13,5 +13,5 @@ from tfdist.runtime.leftovers import remove_after_success
 from tfdist.runtime.python_random import random_states, set_random_states
 from tfdist.runtime.tf_config import read_cluster
 from tfdist.runtime.threads import operations_at_once, share_cores
-from tfdist.runtime.turns import Turns, help_another
+from tfdist.runtime.turns import Turns, helping_another
 from tfdist.runtime.watched import Watched

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from tfdist import errors
+from tfdist import errors, temporary
 from tfdist.runtime.coordination import Coordination
 from tfdist.runtime.outside_writes import FIX, Written, difference, digest_of
 
@@ -24,9 +24,9 @@ _MOST = 4096
 _helping = threading.local()
 
 
-def help_another() -> None:
-    """Notes that this thread does another one's work, which waits for it: it needs no turn of its own."""
-    _helping.is_so = True
+def helping_another() -> contextlib.AbstractContextManager[None]:
+    """A block in which this thread does another one's work, which waits for it: it needs no turn of its own."""
+    return temporary.attributes(_helping, is_so=True)
 
 
 class Turns:

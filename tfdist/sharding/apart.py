@@ -15,14 +15,19 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives.where import is_traced_rank_thread
-from tfdist.runtime import help_another
+from tfdist.runtime import helping_another
 from tfdist.sharding import keras_scope
 
 
 def apart(function: Callable[[], Any]) -> Any:
     """Returns what `function` returns in a thread of its own, which is in no scope of Keras and of no strategy either."""
-    with futures.ThreadPoolExecutor(1, initializer=help_another) as thread:
-        return thread.submit(function).result()
+
+    def helping() -> Any:
+        with helping_another():
+            return function()
+
+    with futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(helping).result()
 
 
 def outside_ranks(function: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ from tfdist.graphs import tape
 from tfdist.layers import randomness, sharded_tensors
 from tfdist.placements import eager, repair
 from tfdist.placements.replicas import ReplicaCount
-from tfdist.runtime import give_back_free_memory, out_of_memory
+from tfdist.runtime import give_back_free_memory, helping_another, out_of_memory
 from tfdist.sharding import KeptWeights, MeshConfig
 from tfdist.sharding.known_sums import KnownSums
 from tfdist.strategy import rows_apart, sums_again
@@ -120,7 +120,7 @@ class ShardedExtendedMixin(VariableCreation):
             # When the data have run out, nothing of the step may happen: an optimizer that counts a step on some ranks only
             # (the count needs no data) would from then on scale their updates differently.
             inputs = [leaf for leaf in tf.nest.flatten((args, kwargs), expand_composites=True) if tf.is_symbolic_tensor(leaf)]
-            with tf.control_dependencies(inputs), seeds.lent(), eager.watching(program):
+            with tf.control_dependencies(inputs), seeds.lent(), eager.watching(program), helping_another():
                 outputs = sums_again.agreed(sharded_tensors.all_whole(fn(*args, **kwargs)), program)
                 if program.is_eager:  # which knows less at its end
                     sums_again.mark(outputs, program)
