@@ -21,18 +21,19 @@ Over several workers their order counts, too: see `turns`.
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist import errors, temporary
+from tfdist import errors
 from tfdist.graphs import tape
 from tfdist.graphs.calls import around_calls
 
 _WAITS = ("IteratorGetNext", "QueueDequeue", "QueueEnqueue")  # for who may be waiting for a step
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
-_python = threading.local()
+_python: set[str] = set()  # TensorFlow's tokens of the Python code that steps call
 
 
 @functools.cache
@@ -54,7 +55,7 @@ def let_wait(since: int, after: Sequence[tf.Tensor] = (), *, is_step: bool = Fal
     given = {x.op.name: x.op for one in made for x in one.inputs if x.op.name not in names and x.dtype != tf.resource}
     own = [one for one in waits if not any(x.op.name in names for x in one.inputs)]
     if is_step or users:
-        around_calls(_not_by_a_step, key=_python)
+        around_calls(_not_by_a_step, key=_mutex)
     if users and not (is_step and all(user.type in _READS for user in users)):
         with tf.device("CPU:0"), tf.control_dependencies([*(x.op for x in after), *given.values(), *own]):
             lock = tf.raw_ops.MutexLock(mutex=_mutex())
@@ -66,7 +67,9 @@ def let_wait(since: int, after: Sequence[tf.Tensor] = (), *, is_step: bool = Fal
 
 @contextlib.contextmanager
 def _not_by_a_step() -> Iterator[None]:
-    if getattr(_python, "is_of_a_step", False):
+    frames = traceback.walk_stack(None) if _python else ()
+    called = {frame.f_locals.get("token") for frame, _ in frames if frame.f_code.co_filename.endswith("script_ops.py")}
+    if not _python.isdisjoint(called):
         raise errors.runtime_error(
             "Python code that a step calls (`tf.py_function`) runs another step, which waits for the end of the first.",
             fix="Call the model, `model(x)`; or run the other step before this one, and give it what that returns.",
@@ -74,14 +77,11 @@ def _not_by_a_step() -> Iterator[None]:
     yield
 
 
-def python_of_step(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `function`, which a step calls in Python, as one in which other steps are refused."""
-
-    def called(*args: Any) -> Any:
-        with temporary.attributes(_python, is_of_a_step=True):
-            return function(*args)
-
-    return called
+def note_python(made: Any) -> Any:
+    """Notes that a step calls Python code and gets `made`, by an operation: in that code other steps are refused."""
+    for x in tf.nest.flatten(made, expand_composites=True)[:1]:
+        _python.add((x if isinstance(x, tf.Operation) else x.op).get_attr("token").decode())
+    return made
 
 
 @contextlib.contextmanager

@@ -98,8 +98,8 @@ _PYTHON = "(func, inp, Tout, stateful=None, use_eager_py_func=False, is_grad_fun
 @replaces("tensorflow.python.ops.script_ops", "_internal_py_func", signature=_PYTHON)
 def _python_function(original: Callable[..., Any], func: Any, *args: Any, **kwargs: Any) -> Any:
     """Python code of a step that runs another step would wait for ever: for its own to end, or for a thread to run in."""
-    is_of_step = rank_program() is not None and not kwargs.get("is_grad_func")
-    return original(exclusion.python_of_step(func) if is_of_step else func, *args, **kwargs)
+    made, program = original(func, *args, **kwargs), rank_program()
+    return made if program is None or program.is_eager else exclusion.note_python(made)
 
 
 @replaces("tensorflow.name_scope", "__init__")
