@@ -48,9 +48,9 @@ from tfdist.planning import Candidate, DeviceMemory
 from tfdist.planning.estimates import Estimates
 from tfdist.planning.hardware import Hardware, from_file
 from tfdist.planning.memory import memory_of
-from tfdist.planning.planner import bytes_of
 from tfdist.planning.rank_trace import spread
 from tfdist.planning.search import Estimated, ranked
+from tfdist.planning.sizes import bytes_of
 from tfdist.planning.step_time import StepTime
 from tfdist.planning.traced_model import TracedModel, trace
 

@@ -51,6 +51,7 @@ from tensorflow.python.training.saving import saveable_object_util
 from tfdist import custom_gradients
 from tfdist.collectives.automatic_order import exempt_from_automatic_order
 from tfdist.graphs import eager_operations, records, tape
+from tfdist.graphs.frames import tokens_here
 from tfdist.sharding import keras_scope
 
 pytestmark = pytest.mark.timeout(120)
@@ -105,6 +106,19 @@ def test_what_has_a_control_flow_context_is_not_chained():
 
 
 # tfdist/keras_hooks/tensorflow.py
+
+
+def test_what_calls_the_python_code_of_an_operation_has_its_token():
+    """tfdist/graphs/frames.py looks for it among the frames."""
+    found = []
+
+    @tf.function
+    def function(x):
+        return tf.py_function(lambda x: (found.append(tokens_here()), x)[1], [x], tf.float32)
+
+    function(1.0)
+    (operation,) = [one for one in function.get_concrete_function(1.0).graph.get_operations() if one.type == "EagerPyFunc"]
+    assert found == [{operation.get_attr("token").decode()}] and not tokens_here()
 
 
 def test_autograph_rules():

@@ -8,7 +8,7 @@ import pytest
 
 from tests import forks, workers
 from tfdist.doctor import command
-from tfdist.doctor import examination as doctors
+from tfdist.doctor import workers as doctors
 from tfdist.doctor.command import add_doctor
 from tfdist.launch.cli import main
 from tfdist.runtime.failure import Failure

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from tfdist.doctor.check import Check, Finding, LeftOutError, Result, Status
-from tfdist.doctor.examination import WorkerGoneError, Workers, run_checks
+from tfdist.doctor.examination import run_checks
+from tfdist.doctor.workers import WorkerGoneError, Workers
 
 pytestmark = pytest.mark.timeout(60)
 

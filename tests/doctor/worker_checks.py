@@ -12,8 +12,9 @@ import tensorflow as tf
 from tfdist import collectives
 from tfdist.doctor.check import Check, Finding
 from tfdist.doctor.command import all_checks
-from tfdist.doctor.examination import Workers, run_checks
+from tfdist.doctor.examination import run_checks
 from tfdist.doctor.session import Session
+from tfdist.doctor.workers import Workers
 from tfdist.runtime import read_cluster
 
 SECONDS = 25.0

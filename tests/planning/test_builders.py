@@ -3,7 +3,7 @@
 import keras
 import pytest
 
-from tfdist.planning.command import arguments_of, named_builder
+from tfdist.planning.builders import arguments_of, named_builder
 
 
 def make(units=3):

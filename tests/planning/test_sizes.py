@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tfdist.planning.planner import bytes_of, count_of
+from tfdist.planning.sizes import bytes_of, count_of
 
 
 @pytest.mark.parametrize(

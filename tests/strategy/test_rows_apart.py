@@ -141,3 +141,14 @@ def test_arrays_whose_first_axis_is_not_the_batch(way, stage):
         fitted(strategy_for(2, stage), axis=0)
     for found, expected in zip(fitted(strategy_for(2, stage), axis=1), fitted(one_device(), axis=0), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_axis_of_batches_whose_size_only_the_step_finds():
+    """Where nothing is gathered an index fails when the step runs."""
+    with strategy_for(2, 0, gather_rows_bytes=0).scope():
+        model = TwoViews(0, "index")
+        model.compile(keras.optimizers.SGD(0.1))
+    spec = tf.TensorSpec((None, 5, 3))
+    with pytest.raises(tf.errors.InvalidArgumentError) as error, pytest.warns(UserWarning, match="gather_rows_bytes"):
+        model.fit(tf.data.Dataset.from_generator(lambda: iter(VIEWS), output_signature=spec), verbose=0)
+    assert "let arrays (2, rows, ...) be (rows, 2, ...)" in " ".join(error.value.__notes__)

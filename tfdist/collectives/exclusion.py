@@ -21,7 +21,6 @@ Over several workers their order counts, too: see `turns`.
 import contextlib
 import functools
 import threading
-import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,6 +29,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.graphs import tape
 from tfdist.graphs.calls import around_calls
+from tfdist.graphs.frames import tokens_here
 
 _WAITS = ("IteratorGetNext", "QueueDequeue", "QueueEnqueue")  # for who may be waiting for a step
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
@@ -67,9 +67,7 @@ def let_wait(since: int, after: Sequence[tf.Tensor] = (), *, is_step: bool = Fal
 
 @contextlib.contextmanager
 def _not_by_a_step() -> Iterator[None]:
-    frames = traceback.walk_stack(None) if _python else ()
-    called = {frame.f_locals.get("token") for frame, _ in frames if frame.f_code.co_filename.endswith("script_ops.py")}
-    if not _python.isdisjoint(called):
+    if _python and not _python.isdisjoint(tokens_here()):
         raise errors.runtime_error(
             "Python code that a step calls (`tf.py_function`) runs another step, which waits for the end of the first.",
             fix="Call the model, `model(x)`; or run the other step before this one, and give it what that returns.",

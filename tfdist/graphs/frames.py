@@ -1,6 +1,7 @@
 """The lines of Python that run: who has asked for an eager operation, and who reads the numbers of an eager tensor."""
 
 import sys
+import traceback
 from types import FrameType
 
 _WATCHING = ("tfdist.placements.eager", "tfdist.graphs.", "contextlib")
@@ -51,3 +52,9 @@ def reader_of_numbers() -> FrameType | None:
     is_of_tensorflow = name.startswith("tensorflow.") and not name.endswith("script_ops")
     is_size = is_of_tensorflow and frame.f_code.co_name in ("numpy", "__array__")
     return None if is_size or name.endswith("check_ops") else reader
+
+
+def tokens_here() -> set[str]:
+    """Returns TensorFlow's tokens of the Python code (`tf.py_function`) that runs in this thread, if any does."""
+    frames = [one for one, _ in traceback.walk_stack(None) if (one.f_globals.get("__name__") or "").endswith("ops.script_ops")]
+    return {one.f_locals["token"] for one in frames if "token" in one.f_locals}

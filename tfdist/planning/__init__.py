@@ -3,7 +3,7 @@
 planner ──> search, plans (the table, the picture)
    ├──> traced_model ──> memory, sent_bytes ──> device_memory
    └──> estimates ──> work, hardware (data_sheets) ──> step_time
-command: `python -m tfdist plan`; candidate: a plan; known_models, decoder: models by name
+command: `python -m tfdist plan`; candidate: a plan; known_models, decoder, builders: models by name
 scaling: tokens, operations, days; out_of_memory: notes of the error of a step that had too little memory
 """
 

@@ -59,6 +59,5 @@ def difference(own: Written, theirs: Written, task: Any, other: Any) -> str:
         return ""
     both: Any = zip((task, other), different, strict=True)
     (first, (number, name, _)), (second, (its_number, its_name, _)) = sorted(both, key=lambda one: one[1][0] < 0)
-    there = f"{its_name!r} on {second}" if its_number != number else f"another on {second}"
-    there = f"not on {second}" if its_number < 0 else there
+    there = f"{'not' if its_number < 0 else 'another' if its_number == number else repr(its_name)} on {second}"
     return f"Workers have assigned different values, outside of steps, to what all hold: {name!r} on {first}, and {there}."

@@ -81,12 +81,8 @@ class Turns:
                     self._own.popitem(last=False)
                 heard = self._others.pop(self._calls, [])
         if is_beside:
-            self._coordination.fail(
-                self._words(
-                    f"runs a program of collectives in the thread {here.name!r} while the thread {last.name!r} is in one"
-                ),
-                fix=_IN_TURN,
-            )
+            what = f"runs a program of collectives in the thread {here.name!r} while the thread {last.name!r} is in one"
+            self._coordination.fail(self._words(what), fix=_IN_TURN)
         try:
             is_another = last not in (None, here)
             if is_another or written:

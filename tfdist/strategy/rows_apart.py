@@ -16,6 +16,7 @@ _OF_SHAPES = re.compile(
 )
 _OF_AXES = re.compile(
     "slice index .* out of bounds|must be evenly divisible|list index out of range|Cannot infer argument `num`|values to unpack"
+    "|requires a multiple of"
 )
 _FIRST_SIZES = re.compile(r"(?<!\w)\[(\d+)[,\]]")
 _NODE = re.compile(r"\{\{node (?:gradient_tape/)?([^}]+)\}\}")
@@ -35,8 +36,7 @@ def told(mesh: DeviceMesh) -> Iterator[None]:
         yield
     except (IndexError, ValueError) as error:
         kind, said = type(error), str(error)
-        is_of_rows = _OF_SHAPES.search(said) or _OF_AXES.search(said)
-        if kind not in (IndexError, ValueError) or mesh.data_parallel_size == 1 or not is_of_rows:
+        if kind not in (IndexError, ValueError) or mesh.data_parallel_size == 1 or not _may_be_of_rows(said):
             raise
         raise kind(f"{said}\n\n{_note(said)}") from error
 
@@ -50,16 +50,19 @@ def told_at_calls(mesh: DeviceMesh, graph: tf.Graph) -> None:
         try:
             yield
         except tf.errors.InvalidArgumentError as error:
-            if _OF_SHAPES.search(error.message) and (traced := here()) is not None:
+            if _may_be_of_rows(error.message) and (traced := here()) is not None:
+                # Of a gradient's node the line of what it goes back from.
                 nodes = [name for node in _NODE.findall(error.message) for name in (node, node.rpartition("/")[0])]
-                lines = (
-                    line_of_user(traced, f"'{name}'") for name in nodes
-                )  # of a gradient's node that of what it goes back from
+                lines = (line_of_user(traced, f"'{name}'") for name in nodes)
                 error.add_note(_note(error.message, next(filter(None, lines), "")))
             raise
 
     if mesh.data_parallel_size > 1:
         around_calls(noted, key=("rows", here))
+
+
+def _may_be_of_rows(message: str) -> bool:
+    return bool(_OF_SHAPES.search(message) or _OF_AXES.search(message))
 
 
 def _note(message: str, line: str = "") -> str:
