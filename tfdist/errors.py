@@ -55,3 +55,9 @@ def check_integer(name: str, value: Any, least: int, *, fix: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
         raise value_error(f"`{name}` must be {expected}.", fix=fix, **{name: value})
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Raises ValueError when the argument called `name` is not a positive number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise value_error(f"`{name}` must be a positive number of seconds.", **{name: value})

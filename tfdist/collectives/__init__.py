@@ -3,7 +3,7 @@
 Used inside the function that `strategy.run` runs, for example `tfdist.collectives.all_reduce(x, "data")`.
 """
 
-from tfdist.collectives import activations, exclusion, finished_graphs, nested_functions
+from tfdist.collectives import activations, exclusion, finished_graphs, nested_functions, stalls
 from tfdist.collectives.agreement import PlanAgreement
 from tfdist.collectives.automatic_order import exempt_from_automatic_order
 from tfdist.collectives.branches import trace_branches

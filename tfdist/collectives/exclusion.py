@@ -82,6 +82,18 @@ def note_python(made: Any) -> Any:
     return made
 
 
+def is_free(seconds: float = 5.0) -> bool:
+    """Whether the mutex can be had within so many seconds: no step holds it for longer, but one may wait for its data."""
+
+    def take() -> None:
+        tf.raw_ops.MutexLock(mutex=_mutex())
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """A block whose reads of variables no step of another thread stands between, eager or traced.

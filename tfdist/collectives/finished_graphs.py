@@ -23,6 +23,7 @@ from tfdist.graphs import tape
 from tfdist.graphs.calls import around_calls
 from tfdist.graphs.walks import line_of
 
+_HELD_UP = ("EagerPyFunc", "PyFunc", "Queue", "Barrier")
 _checked: weakref.WeakSet[tf.Graph] = weakref.WeakSet()
 
 
@@ -63,6 +64,22 @@ def check(graph: tf.Graph) -> None:
                 ready.append(after)
     if all_nodes:
         raise _error([operation for operation in operations if nodes.get(operation, operation) in all_nodes], nodes, before)
+
+
+def what_waits(graph: tf.Graph) -> str:
+    """Returns, in words, the operations of `graph` that code outside may hold up, and which collective waits behind each."""
+    operations, said = graph.get_operations(), ""
+    nodes = _nodes(operations)
+    for blocker in (one for one in operations if one.type.startswith(_HELD_UP)):
+        after = {blocker}
+        for one in operations:
+            if not after.isdisjoint([*(x.op for x in one.inputs), *one.control_inputs]):
+                after.add(one)
+                if one in nodes:
+                    members = ", ".join(f"{other.name}{_on(other)}" for other, node in nodes.items() if node == nodes[one])
+                    said += f"; behind {_named(blocker)} wait {members}"
+                    break
+    return said
 
 
 def _nodes(operations: list[tf.Operation]) -> dict[tf.Operation, Any]:
@@ -121,7 +138,11 @@ def _error(
 
 
 def _named(operation: tf.Operation) -> str:
-    return f"{operation.name}{line_of(operation)} on {operation.device.rpartition('device:')[2] or 'the host'}"
+    return f"{operation.name}{line_of(operation)}{_on(operation)}"
+
+
+def _on(operation: tf.Operation) -> str:
+    return f" on {operation.device.rpartition('device:')[2] or 'the host'}"
 
 
 def _share(one: tf.Operation, other: tf.Operation) -> bool:

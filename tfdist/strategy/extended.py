@@ -41,6 +41,7 @@ class ShardedExtendedMixin(VariableCreation):
         self._graph_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.last_plan: CollectivePlan | None = None
         self.created = itertools.count()
+        self.step_timeout_seconds = 600.0
         self.draws_unsaved = False  # whether a step draws from what no backup has
         # Those that were built for its variables: of each, how many steps are known to be behind it (`checkpoint.unsaved`).
         self.optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -93,6 +94,7 @@ class ShardedExtendedMixin(VariableCreation):
         if not self.cross_replica.is_multi_worker:
             given = tf.nest.flatten((args, kwargs), expand_composites=True)
             collectives.exclusion.let_wait(began, [x for x in given if tf.is_symbolic_tensor(x)], is_step=True)
+            collectives.stalls.end_at_calls(graph, self.step_timeout_seconds)
         self._check_agreement(plan)
         give_back_free_memory()
         return result

@@ -88,8 +88,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
             "peer_timeout_seconds": peer_timeout_seconds,
         }
         for name, value in timeouts.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise errors.value_error(f"`{name}` must be a positive number of seconds.", **{name: value})
+            errors.check_seconds(name, value)
         config = settings_of(config, settings)
         options = communication_options or tf.distribute.experimental.CommunicationOptions()
         if not hasattr(options, "bytes_per_pack"):
@@ -115,6 +114,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
         # Not MultiWorkerMirroredStrategy.__init__, which makes its own extended.
         if cluster is None:
             extended = ShardedMirroredExtended(self, self._sharding_config, Communicator(self.mesh, transport))
+            extended.step_timeout_seconds = self._step_timeout_seconds
             extended._cluster_resolver = resolver  # where `self.cluster_resolver` looks for it
             tf.distribute.Strategy.__init__(self, extended)
             return

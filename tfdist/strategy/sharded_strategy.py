@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist import errors
 from tfdist.mesh import resolve_devices
 from tfdist.sharding import MeshConfig, ShardingConfig, settings_of
 from tfdist.strategy.extended import ShardedMirroredExtended
@@ -39,6 +40,8 @@ class ShardedStrategy(ShardedStrategyMixin, tf.distribute.MirroredStrategy):
         devices: device names, one rank each, such as `["GPU:0", "GPU:1"]`. None: all GPUs, or all logical CPUs where there is
             no GPU (`tfdist.use_logical_cpus(n)` makes n of them).
         config: the settings as one object; None: their defaults. Settings given by name replace those of `config`.
+        step_timeout_seconds: how long a step may wait without using a processor, once its data are there, before it is ended: for
+            code of its own that does not return.
         ...: the settings
 
     Raises:
@@ -49,7 +52,16 @@ class ShardedStrategy(ShardedStrategyMixin, tf.distribute.MirroredStrategy):
     Source: ZeRO, Rajbhandari et al. 2020; the life of a parameter in stage 3 is that of PyTorch's FSDP, Zhao et al. 2023.
     """
 
-    def __init__(self, devices: Sequence[str] | None = None, *, config: ShardingConfig | None = None, **settings: Any):
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        *,
+        config: ShardingConfig | None = None,
+        step_timeout_seconds: float = 600.0,
+        **settings: Any,
+    ):
+        errors.check_seconds("step_timeout_seconds", step_timeout_seconds)
         self._sharding_config = MeshConfig.over(resolve_devices(devices), settings_of(config, settings))
         # Not MirroredStrategy.__init__, which makes its own extended; the base class stays, for isinstance checks.
         tf.distribute.Strategy.__init__(self, ShardedMirroredExtended(self, self._sharding_config))
+        self.extended.step_timeout_seconds = step_timeout_seconds

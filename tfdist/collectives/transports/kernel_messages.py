@@ -66,7 +66,7 @@ class KernelMessages(MessageTransport):
         if rows is not None:
             with program.on_host():
                 key += log2_ceiling(rows)
-        arguments = kernel_arguments(program, self._hint, 2, program.communicator.message_key(source, destination), key)
+        arguments = kernel_arguments(program, self._hint, 2, program.communicator.message_key(source, destination), key, label)
         token = program.communicator.message_token(program.rank)
         return by_broadcast(x, shape, token, arguments)
 
@@ -84,7 +84,7 @@ class OrderedMessages(KernelMessages):
     ) -> tf.Tensor:
         pair = (min(source, destination), max(source, destination))
         key = program.begin("send", x, pair, label, source, rows=rows)
-        arguments = kernel_arguments(program, self._hint, 2, program.communicator.group_key(pair), key)
+        arguments = kernel_arguments(program, self._hint, 2, program.communicator.group_key(pair), key, label)
         return by_sum(x, shape, {**arguments, "ordering_token": [program.turn(pair, key)]})
 
 

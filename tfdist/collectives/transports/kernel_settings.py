@@ -1,5 +1,6 @@
 """What every collective kernel of TensorFlow is told, and in which dtype it moves bytes."""
 
+import re
 from typing import Any
 
 import tensorflow as tf
@@ -35,9 +36,12 @@ def from_bytes(moved: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return moved if moved.dtype == dtype else tf.bitcast(moved, dtype)
 
 
-def kernel_arguments(program: RankProgram, hint: str, group_size: int, group_key: int, instance_key: Any) -> dict[str, Any]:
-    """Returns the arguments by which a kernel finds its group (the key) and its call in it (the instance key)."""
+def kernel_arguments(
+    program: RankProgram, hint: str, group_size: int, group_key: int, instance_key: Any, label: str
+) -> dict[str, Any]:
+    """Returns the arguments by which a kernel finds its group (the key) and its call in it (the instance key), and its name."""
     return {
+        "name": "collective_" + re.sub("[^A-Za-z0-9_.]", "_", label),
         "group_size": program.constant(group_size),
         "group_key": program.constant(group_key),
         "instance_key": instance_key,

@@ -80,7 +80,7 @@ class Kernels(Transport):
     ) -> dict[str, Any]:
         """Registers one collective, by a kernel that takes an ordering token, and returns the kernel's arguments."""
         key = program.begin(op, x, ranks, label, source)
-        arguments = kernel_arguments(program, self.hint, len(ranks), program.communicator.group_key(ranks), key)
+        arguments = kernel_arguments(program, self.hint, len(ranks), program.communicator.group_key(ranks), key, label)
         return {**arguments, "ordering_token": [program.turn(ranks, key)]}
 
     def _all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, op: str, label: str) -> tf.Tensor:
@@ -119,7 +119,7 @@ class Ring(Kernels):
         is_source = program.rank == source
         carried = as_bytes(x) if is_source else tf.TensorSpec(x.shape, byte_dtype(x.dtype))
         key = program.begin(op, carried, ranks, label, source)
-        arguments = kernel_arguments(program, self.hint, len(ranks), program.communicator.group_key(ranks), key)
+        arguments = kernel_arguments(program, self.hint, len(ranks), program.communicator.group_key(ranks), key, label)
         shape = None if is_source else tf.constant(x.shape.as_list(), tf.int32)
         # The kernel takes no ordering token: to read the rank's before and to write it after puts it on the chain.
         with tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=program.token(), dtype=tf.int64)]):
