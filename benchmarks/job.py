@@ -232,7 +232,7 @@ def _torch_ranks(case: Case, master: str) -> list[dict[str, str]]:
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(case.num_processes)]
 
 
-# As `tfdist.launch` has them, but importing tfdist would import TensorFlow here.
+# As `tfdist.tools.launch` has them, but importing tfdist would import TensorFlow here.
 def _free_ports(number: int) -> list[int]:
     """Returns ports that nobody uses now. They are not reserved: a job that finds one taken fails to start."""
     with contextlib.ExitStack() as stack:

@@ -44,15 +44,15 @@ from keras import layers
 import tfdist
 from benchmarks.planning_memory import batch_of, cnn, compiled, mlp, transformer, vit
 from benchmarks.processor_clock import calibrated_by_processor
-from tfdist.planning import Candidate, DeviceMemory
-from tfdist.planning.estimates import Estimates
-from tfdist.planning.hardware import Hardware, from_file
-from tfdist.planning.memory import memory_of
-from tfdist.planning.rank_trace import spread
-from tfdist.planning.search import Estimated, ranked
-from tfdist.planning.sizes import bytes_of
-from tfdist.planning.step_time import StepTime
-from tfdist.planning.traced_model import TracedModel, trace
+from tfdist.tools.planning import Candidate, DeviceMemory
+from tfdist.tools.planning.estimates import Estimates
+from tfdist.tools.planning.hardware import Hardware, from_file
+from tfdist.tools.planning.memory import memory_of
+from tfdist.tools.planning.rank_trace import spread
+from tfdist.tools.planning.search import Estimated, ranked
+from tfdist.tools.planning.sizes import bytes_of
+from tfdist.tools.planning.step_time import StepTime
+from tfdist.tools.planning.traced_model import TracedModel, trace
 
 RANKS = 4
 ROUNDS, SECONDS = 4, 1.0  # how often each case is timed, and for how long, of three steps at least

@@ -34,9 +34,9 @@ from keras import layers
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import tfdist
-from tfdist.planning import Candidate, DeviceMemory
-from tfdist.planning.memory import memory_of
-from tfdist.planning.traced_model import trace
+from tfdist.tools.planning import Candidate, DeviceMemory
+from tfdist.tools.planning.memory import memory_of
+from tfdist.tools.planning.traced_model import trace
 
 SEQUENCE_LENGTH = 128  # of axes that a model leaves open
 RUNS, WARM_UP = 5, 2  # the first step traces, and the second is not like the others either

@@ -11,10 +11,10 @@ import os
 import time
 from unittest import mock
 
-from tfdist.doctor import calibration, timing
-from tfdist.doctor.check import LeftOutError, Outcome, Result, Status
-from tfdist.doctor.session import Session
-from tfdist.planning.hardware import Hardware
+from tfdist.tools.doctor import calibration, timing
+from tfdist.tools.doctor.check import LeftOutError, Outcome, Result, Status
+from tfdist.tools.doctor.session import Session
+from tfdist.tools.planning.hardware import Hardware
 
 
 class ProcessorClock:

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Sequence
 
-from tfdist.launch.cli import main
+from tfdist.tools.launch.cli import main
 
 
 def run(options: Sequence[str], seconds: float) -> int:

@@ -5,6 +5,8 @@ import functools
 import inspect
 import pathlib
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 
 import pytest
@@ -61,10 +63,9 @@ LEVELS = {
     "strategy": 7,
     "tensor_plans": 8,
     "profiling": 9,
-    "testing": 9,
-    "planning": 9.5,
-    "launch": 9,
-    "doctor": 10,
+    "tools.launch": 9,
+    "tools.planning": 9.5,
+    "tools.doctor": 10,
     "__main__": 11,
 }
 TOP = "__init__.py"  # may import everything
@@ -117,7 +118,12 @@ MAX_LINES = 400
 
 def part(name):
     """Returns the package or module of tfdist that a file belongs to."""
-    return name.partition("/")[0].removesuffix(".py")
+    return room(name.removesuffix(".py").split("/"))
+
+
+def room(names):
+    """Returns the room of a path in tfdist: its first name, or the two first of tools."""
+    return ".".join(names[: 1 + (names[0] == "tools" and names[1] != "__init__")])
 
 
 @functools.cache
@@ -171,7 +177,7 @@ def test_the_files_are_found():
 
 
 def test_every_part_has_a_level():
-    assert {part(name) for name in TREES if name != TOP} <= set(LEVELS)
+    assert {part(name) for name in TREES if name not in (TOP, "tools/__init__.py")} <= set(LEVELS)
 
 
 @of_each_file()
@@ -181,17 +187,25 @@ def test_imports_point_down(name):
         assert not module.startswith("."), f"tfdist/{name}:{line}: relative import"
         if module.partition(".")[0] != "tfdist" or name == TOP:
             continue
-        other = module.split(".")[1]
+        other = room(module.split(".")[1:])
         assert other in LEVELS, f"tfdist/{name}:{line} imports {module}, which has no level"
         assert other == own or LEVELS[other] < LEVELS[own], f"tfdist/{name}:{line} imports up or across: {module}"
+
+
+def test_tfdist_imports_no_tool():
+    """Not its own imports, which `TOP` is excused from above, nor what they import."""
+    code = "import sys, tfdist; print(*(name for name in sys.modules if name.startswith('tfdist.tools')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert not done.stdout.strip()
+    assert callable(tfdist.plan)
 
 
 @of_each_file()
 def test_optional_rooms_are_known_to_few(name):
     for module, line in imports(TREES[name]):
-        room = module.removeprefix("tfdist.").partition(".")[0]
-        known = {room, *OPTIONAL.get(room, ())}
-        assert room not in OPTIONAL or part(name) in known, f"tfdist/{name}:{line} imports {module}, which is optional"
+        other = module.removeprefix("tfdist.").partition(".")[0]
+        known = {other, *OPTIONAL.get(other, ())}
+        assert other not in OPTIONAL or part(name) in known, f"tfdist/{name}:{line} imports {module}, which is optional"
 
 
 @of_each_file()

@@ -7,17 +7,22 @@ with strategy.scope():
 model.fit(dataset)
 """
 
+import importlib
+import typing
+
 # What Keras loads by name (layers, losses, models) must be registered before a file is read: nothing here is imported late.
 from tfdist import collectives, compression, layers, losses, optimizers, pipeline
 from tfdist.layers import recompute
 from tfdist.mesh import use_logical_cpus, use_logical_gpus
 from tfdist.optimizers import clip_by_global_norm, global_norm
 from tfdist.pipeline import PipelineModel
-from tfdist.planning import plan
 from tfdist.profiling import memory_report
 from tfdist.sharding import ShardingConfig
 from tfdist.strategy import MultiWorkerShardedStrategy, ShardedStrategy
 from tfdist.tensor_plans import TensorPlan, parallelize, suggest_plan
+
+if typing.TYPE_CHECKING:
+    from tfdist.tools.planning import plan
 
 __version__ = "0.1.0"
 
@@ -43,3 +48,10 @@ __all__ = [
     "use_logical_cpus",
     "use_logical_gpus",
 ]
+
+
+def __getattr__(name: str) -> typing.Any:
+    """`tfdist.plan` is a tool: it is imported when it is asked for."""
+    if name == "plan":
+        return importlib.import_module("tfdist.tools.planning").plan
+    raise AttributeError(f"module 'tfdist' has no attribute {name!r}")

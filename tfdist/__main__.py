@@ -1,10 +1,10 @@
-"""`python -m tfdist`: the commands of `tfdist/launch/cli.py`, plans, and those that examine devices."""
+"""`python -m tfdist`: the commands of `tfdist/tools/launch/cli.py`, plans, and those that examine devices."""
 
 import sys
 
-from tfdist.doctor.command import add_calibrate, add_doctor
-from tfdist.launch import cli
-from tfdist.planning.command import add_plan
+from tfdist.tools.doctor.command import add_calibrate, add_doctor
+from tfdist.tools.launch import cli
+from tfdist.tools.planning.command import add_plan
 
 
 def main() -> int:

@@ -38,7 +38,7 @@ from benchmarks.one_card import cost, exact, memory, overlap, plans
 from benchmarks.one_card.card import Card
 from benchmarks.one_card.machine import machine_row
 from benchmarks.one_card.rows import Part, run_part
-from tfdist.doctor.check import Result, Status
+from tfdist.tools.doctor.check import Result, Status
 
 PARTS: dict[str, Callable[[Card], Part]] = {
     "exact": exact.part,

@@ -21,7 +21,7 @@ from benchmarks.job import Job
 from benchmarks.one_card.card import Card
 from benchmarks.one_card.rows import Part, Row
 from benchmarks.training import DataLoop, build_strategy
-from tfdist.doctor.check import Finding, Result, Status
+from tfdist.tools.doctor.check import Finding, Result, Status
 
 GOAL = 0.03
 KERAS, KERAS_BFLOAT16, TORCH = "Keras", "Keras, mixed_bfloat16", "PyTorch"

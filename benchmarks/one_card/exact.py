@@ -1,7 +1,7 @@
 """Part a: losses, weights and optimizer variables of every technique, against one logical device.
 
-The model, the batches and the comparison are the doctor's (`tfdist.doctor.parity`): SGD with momentum, so that a gradient that is
-wrong by a factor is wrong in what is compared, unless the row is about another optimizer.
+The model, the batches and the comparison are the doctor's (`tfdist.tools.doctor.parity`): SGD with momentum, so that a gradient
+that is wrong by a factor is wrong in what is compared, unless the row is about another optimizer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import tensorflow as tf
 import tfdist
 from benchmarks.one_card.card import Card
 from benchmarks.one_card.rows import Part, Row
-from tfdist.doctor.check import Finding, LeftOutError
-from tfdist.doctor.parity import ROWS_PER_RANK, TECHNIQUES, TOLERANCES, Technique, Trained, compared, train, train_alone
 from tfdist.mesh.device_details import details_of, tensor_float_32
+from tfdist.tools.doctor.check import Finding, LeftOutError
+from tfdist.tools.doctor.parity import ROWS_PER_RANK, TECHNIQUES, TOLERANCES, Technique, Trained, compared, train, train_alone
 
 _RANKS, _MOST_RANKS, _QUICK_RANKS = 4, 8, 2
 _FIRST_SCALE = 2.0**15  # of the loss, in Keras

@@ -9,9 +9,9 @@ import tensorflow as tf
 
 import tfdist
 from benchmarks.one_card.card import Card
-from tfdist.doctor.check import Check, Finding, Result
-from tfdist.doctor.process import run_in_process
 from tfdist.mesh.device_details import details_of
+from tfdist.tools.doctor.check import Check, Finding, Result
+from tfdist.tools.doctor.process import run_in_process
 
 _SECONDS = 120.0
 

@@ -18,9 +18,9 @@ import tfdist
 from benchmarks.devices import allocators_of
 from benchmarks.one_card.card import Card
 from benchmarks.one_card.rows import Part, Row
-from tfdist.doctor.check import Finding
-from tfdist.doctor.memory import most_bytes
 from tfdist.sharding import placements_of
+from tfdist.tools.doctor.check import Finding
+from tfdist.tools.doctor.memory import most_bytes
 
 _RANKS, _WIDTH, _LAYERS = 4, 4096, 8
 _QUICK_RANKS, _QUICK_WIDTH = 2, 512

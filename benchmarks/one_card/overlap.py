@@ -15,7 +15,7 @@ from benchmarks.one_card import trace
 from benchmarks.one_card.card import Card
 from benchmarks.one_card.rows import Part, Row
 from benchmarks.training import DataLoop, build_strategy
-from tfdist.doctor.check import Finding
+from tfdist.tools.doctor.check import Finding
 
 _RANKS = 2
 _STEPS = 3

@@ -23,16 +23,16 @@ from benchmarks.devices import allocators_of, wait
 from benchmarks.one_card.card import Card
 from benchmarks.one_card.rows import Part, Row
 from benchmarks.planning_memory import application, batch_of, compiled, lstm, transformer
-from tfdist.doctor.calibration import calibration_checks, hardware_of
-from tfdist.doctor.check import Check, Finding, LeftOutError, Outcome, Result, Status
-from tfdist.doctor.session import Session
 from tfdist.mesh.device_details import details_of
-from tfdist.planning import Candidate
-from tfdist.planning.data_sheets import DATA_SHEETS, from_sheet
-from tfdist.planning.estimates import Estimates
-from tfdist.planning.hardware import Hardware
-from tfdist.planning.memory import memory_of
-from tfdist.planning.traced_model import trace
+from tfdist.tools.doctor.calibration import calibration_checks, hardware_of
+from tfdist.tools.doctor.check import Check, Finding, LeftOutError, Outcome, Result, Status
+from tfdist.tools.doctor.session import Session
+from tfdist.tools.planning import Candidate
+from tfdist.tools.planning.data_sheets import DATA_SHEETS, from_sheet
+from tfdist.tools.planning.estimates import Estimates
+from tfdist.tools.planning.hardware import Hardware
+from tfdist.tools.planning.memory import memory_of
+from tfdist.tools.planning.traced_model import trace
 
 CALIBRATION = "calibration"
 _RANKS = 4

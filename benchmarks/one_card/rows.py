@@ -12,8 +12,8 @@ from benchmarks.cases import Case
 from benchmarks.job import Job, JobError
 from benchmarks.one_card.card import Card
 from benchmarks.peers import start
-from tfdist.doctor.check import Check, Finding, LeftOutError, Result, Status
-from tfdist.doctor.process import run_in_process
+from tfdist.tools.doctor.check import Check, Finding, LeftOutError, Result, Status
+from tfdist.tools.doctor.process import run_in_process
 
 
 @dataclasses.dataclass(frozen=True)

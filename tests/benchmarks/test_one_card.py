@@ -15,7 +15,7 @@ from benchmarks.one_card import cost, exact, memory, overlap, plans, trace
 from benchmarks.one_card.__main__ import _SECONDS, parse_args
 from benchmarks.one_card.card import Card
 from benchmarks.one_card.rows import Part, Row, run_part
-from tfdist.doctor.check import Finding, LeftOutError, Result, Status
+from tfdist.tools.doctor.check import Finding, LeftOutError, Result, Status
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CARD = Card(is_gpu=False, is_quick=True)
