@@ -9,8 +9,7 @@ from unittest import mock
 import tensorflow as tf
 
 from tfdist.collectives import communicator, program
-from tfdist.collectives.transports import choice
-from tfdist.strategy import multi_worker_extended
+from tfdist.collectives.transports import choice, same_host
 
 
 @contextlib.contextmanager
@@ -18,8 +17,8 @@ def pretended_gpus(*, are_whole: bool) -> Iterator[None]:
     """Within it every device is a GPU to tfdist: whole ones, for NCCL, or logical ones of a card, for the ring."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(choice, "uses_physical_gpus", lambda devices: are_whole))
-        for module in (program, multi_worker_extended):
-            stack.enter_context(mock.patch.object(module, "are_cpus", lambda devices: False))
+        stack.enter_context(mock.patch.object(program, "are_cpus", lambda devices: False))
+        stack.enter_context(mock.patch.object(same_host.SAME_HOST, "now", same_host.AsOtherHosts()))
         for module in (communicator, program):
             stack.enter_context(mock.patch.object(module, "host_of", _host_of))
         yield

@@ -41,12 +41,12 @@ TREES = Trees()
 
 LEVELS = {
     "errors": 0,
+    "extensible": 0,
     "custom_gradients": 0,
     "graphs": 1,
     "tables": 0,
     "temporary": 0,
     "compression": 1,
-    "kernels": 1,  # optional: see OPTIONAL
     "runtime": 1,
     "mesh": 2,
     "collectives": 3,
@@ -63,18 +63,20 @@ LEVELS = {
     "strategy": 7,
     "tensor_plans": 8,
     "profiling": 9,
+    "extensions.kernels": 8,
+    "extensions.shared_memory": 8,
     "tools.launch": 9,
     "tools.planning": 9.5,
     "tools.doctor": 10,
     "__main__": 11,
 }
 TOP = "__init__.py"  # may import everything
+BESIDE = ("extensions", "tools")  # rooms that the core never imports
 
 PRIVATE = {
     "custom_gradients.py",
     "runtime/coordination.py",
     "collectives/communicator.py",
-    "collectives/transports/shared_memory/python_calls.py",
     "collectives/automatic_order.py",
     "collectives/nested_functions.py",
     "collectives/where.py",
@@ -82,6 +84,7 @@ PRIVATE = {
     "graphs/eager_operations.py",
     "graphs/records.py",
     "graphs/tape.py",
+    "extensions/shared_memory/python_calls.py",
     "sharding/keras_scope.py",
     "sharding/replicated_variables.py",
     "sharding/variable.py",
@@ -109,8 +112,6 @@ PRIVATE = {
     "pipeline/stages/masks.py",
     "tensor_plans/keras_tracing.py",
 }
-# Rooms without which everything else runs, with those that may know them.
-OPTIONAL = {"kernels": {"keras_hooks"}}
 RAW_COLLECTIVES = {f"collectives/transports/{name}.py" for name in ("kernels", "kernel_messages", "member_order")}
 TF_CONFIG = {"mesh/devices.py", "mesh/device_details.py", "mesh/logical_gpus.py", "runtime/threads.py"}
 MAX_LINES = 400
@@ -122,8 +123,8 @@ def part(name):
 
 
 def room(names):
-    """Returns the room of a path in tfdist: its first name, or the two first of tools."""
-    return ".".join(names[: 1 + (names[0] == "tools" and names[1] != "__init__")])
+    """Returns the room of a path in tfdist: its first name, or the first two of extensions and tools."""
+    return ".".join(names[: 1 + (names[0] in BESIDE and names[1:] not in ([], ["__init__"]))])
 
 
 @functools.cache
@@ -177,7 +178,7 @@ def test_the_files_are_found():
 
 
 def test_every_part_has_a_level():
-    assert {part(name) for name in TREES if name not in (TOP, "tools/__init__.py")} <= set(LEVELS)
+    assert {part(name) for name in TREES if name not in (TOP, *(f"{beside}/__init__.py" for beside in BESIDE))} <= set(LEVELS)
 
 
 @of_each_file()
@@ -185,7 +186,7 @@ def test_imports_point_down(name):
     own = part(name)
     for module, line in imports(TREES[name]):
         assert not module.startswith("."), f"tfdist/{name}:{line}: relative import"
-        if module.partition(".")[0] != "tfdist" or name == TOP:
+        if module.partition(".")[0] != "tfdist" or name == TOP or module in map("tfdist.{}".format, BESIDE):
             continue
         other = room(module.split(".")[1:])
         assert other in LEVELS, f"tfdist/{name}:{line} imports {module}, which has no level"
@@ -201,11 +202,11 @@ def test_tfdist_imports_no_tool():
 
 
 @of_each_file()
-def test_optional_rooms_are_known_to_few(name):
+def test_the_core_imports_nothing_beside_it(name):
+    if name in (TOP, "__main__.py") or name.startswith(BESIDE):
+        return
     for module, line in imports(TREES[name]):
-        other = module.removeprefix("tfdist.").partition(".")[0]
-        known = {other, *OPTIONAL.get(other, ())}
-        assert other not in OPTIONAL or part(name) in known, f"tfdist/{name}:{line} imports {module}, which is optional"
+        assert not module.startswith(tuple(f"tfdist.{beside}" for beside in BESIDE)), f"tfdist/{name}:{line} imports {module}"
 
 
 @of_each_file()
@@ -294,7 +295,8 @@ def test_keras_is_changed_in_one_room(name):
         return
     assert not replaced(TREES[name]), f"tfdist/{name} replaces something of Keras: write a row in keras_hooks"
     knows = [line for module, line in imports(TREES[name]) if module.startswith("tfdist.keras_hooks")]
-    assert not knows or part(name) == "strategy", f"tfdist/{name}:{knows}: only strategies know of keras_hooks"
+    may_know = part(name) == "strategy" or name.startswith("extensions/")
+    assert not knows or may_know, f"tfdist/{name}:{knows}: only strategies and extensions know of keras_hooks"
 
 
 def test_that_rule_finds_what_it_looks_for():

@@ -62,7 +62,7 @@ def in_graph(function, *arguments):
     return tf.function(function, autograph=False).get_concrete_function(*arguments)
 
 
-# tfdist/collectives/transports/shared_memory/python_calls.py
+# tfdist/extensions/shared_memory/python_calls.py
 
 
 def test_what_is_called_as_an_eager_function_is_called_with_arrays_and_returns_them():

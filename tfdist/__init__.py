@@ -11,6 +11,7 @@ import importlib
 import typing
 
 # What Keras loads by name (layers, losses, models) must be registered before a file is read: nothing here is imported late.
+import tfdist.extensions  # noqa: F401  each adds itself to the core
 from tfdist import collectives, compression, layers, losses, optimizers, pipeline
 from tfdist.layers import recompute
 from tfdist.mesh import use_logical_cpus, use_logical_gpus

@@ -22,7 +22,7 @@ from tfdist.collectives.side_chain import SideChain
 from tfdist.collectives.transports.choice import choose_transport
 from tfdist.collectives.transports.kernels import NCCL, RING
 from tfdist.collectives.transports.member_order import find_member_orders, make_groups
-from tfdist.collectives.transports.shared_memory.connect import abort_shared_memory, connect_shared_memory
+from tfdist.collectives.transports.same_host import SAME_HOST
 from tfdist.collectives.where import Where, current_program, in_loop, rank_program, where
 
 # What programs call; the other names are for tfdist's own rooms.

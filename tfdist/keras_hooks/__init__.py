@@ -7,7 +7,6 @@ The docstring of a replacement says what goes wrong without it.
 
 from tfdist.keras_hooks import (  # noqa: F401  each adds its rows to the table
     callbacks,
-    kernels,
     layers,
     losses,
     metrics,

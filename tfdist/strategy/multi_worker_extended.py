@@ -11,16 +11,15 @@ from tensorflow.python.distribute import collective_all_reduce_strategy, distrib
 from tfdist import errors
 from tfdist.collectives import (
     NCCL,
+    SAME_HOST,
     CollectivePlan,
     Communicator,
     PlanAgreement,
-    connect_shared_memory,
     find_member_orders,
     make_groups,
 )
 from tfdist.data import comparison, parts, signature
 from tfdist.data.tables import digests_of_tables
-from tfdist.mesh import are_cpus
 from tfdist.runtime import Cluster, Coordination
 from tfdist.sharding import Layout, MeshConfig
 from tfdist.strategy import sums_again
@@ -57,9 +56,8 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
         self._agreement = PlanAgreement(store, self.communicator.instance_keys, timeout_seconds, each)
         find_member_orders(self.communicator)
         mesh = self.communicator.mesh
-        if are_cpus(mesh.devices):
-            message_axis = "pipe" if mesh.pipeline_parallel_size > 1 else None
-            connect_shared_memory(self.communicator, store, timeout_seconds, is_wanted=shares_memory, message_axis=message_axis)
+        message_axis = "pipe" if mesh.pipeline_parallel_size > 1 else None
+        SAME_HOST.now.connect(self.communicator, store, timeout_seconds, is_wanted=shares_memory, message_axis=message_axis)
         self._check_compression()
 
     # Devices

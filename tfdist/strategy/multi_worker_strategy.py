@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import Communicator, abort_shared_memory, choose_transport
+from tfdist.collectives import SAME_HOST, Communicator, choose_transport
 from tfdist.compression import Compressor
 from tfdist.mesh import worker_devices
 from tfdist.runtime import Cluster, Coordination, FailureWatch, Turns, Watched, coordination, read_cluster, share_cores
@@ -129,7 +129,7 @@ class MultiWorkerShardedStrategy(ShardedStrategyMixin, tf.distribute.MultiWorker
                 "its servers have other settings, and nobody watches the other workers.",
                 fix="Make the tfdist strategy first; another strategy may be made after it.",
             )
-        watch = None if server_runs else FailureWatch(cluster, abort_shared_memory, peer_timeout_seconds)
+        watch = None if server_runs else FailureWatch(cluster, SAME_HOST.now.abort, peer_timeout_seconds)
         try:
             if watch is not None:
                 coordination.configure(cluster, rendezvous_timeout_seconds, peer_timeout_seconds)

@@ -7,7 +7,7 @@ know nothing else of how bytes travel:
     Transport                       how the bytes of one group travel
       Ring, Nccl                    TensorFlow's kernels
       Chunked                       another transport, given large tensors in pieces
-      shared_memory/                memory that CPU workers of one machine share
+      same_host                     what an extension has for the workers of one machine
 
 All methods emit operations, and put the collective in the plan (`RankProgram.begin`). None has a gradient. They are called in the
 scope of the program's device, and never for a group of one rank or for an empty tensor (`group_ops`).

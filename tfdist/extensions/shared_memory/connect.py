@@ -26,68 +26,68 @@ import weakref
 
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.plan import Ranks
-from tfdist.collectives.transports.shared_memory.exchange import SLOTS, Exchange, slot_bytes
-from tfdist.collectives.transports.shared_memory.mailbox import Mailbox
-from tfdist.collectives.transports.shared_memory.peers import PeerLost, Peers
-from tfdist.collectives.transports.shared_memory.transport import MailboxMessages, SharedMemory
-from tfdist.mesh import DATA_AXES, MESH_AXES
+from tfdist.collectives.transports.same_host import AsOtherHosts
+from tfdist.extensions.shared_memory.exchange import SLOTS, Exchange, slot_bytes
+from tfdist.extensions.shared_memory.mailbox import Mailbox
+from tfdist.extensions.shared_memory.peers import PeerLost, Peers
+from tfdist.extensions.shared_memory.transport import MailboxMessages, SharedMemory
+from tfdist.mesh import DATA_AXES, MESH_AXES, are_cpus
 from tfdist.runtime import Coordination, operations_at_once
 
 _MEMORY = "/dev/shm"
 _open: weakref.WeakSet[Peers] = weakref.WeakSet()
 
 
-def abort_shared_memory(reason: str) -> None:
-    """Makes every collective and message of this process in shared memory that runs, or will run, fail with `reason`."""
-    for peers in list(_open):
-        peers.abort(reason)
+class InSharedMemory(AsOtherHosts):
+    """Workers of one machine with a CPU device each share memory."""
 
-
-def connect_shared_memory(
-    communicator: Communicator,
-    store: Coordination,
-    timeout_seconds: float,
-    *,
-    is_wanted: bool = True,
-    message_axis: str | None = None,
-) -> None:
-    """Connects the groups of `communicator` that share a machine: sets its `transports`, or its `message_transports`.
-
-    All workers call it at once. If it is not wanted on one, none is connected. `message_axis` is the mesh axis along which ranks
-    send each other messages; None if they send none.
-    """
-    here = communicator.local_ranks[0]
-    mesh, axes = communicator.mesh, [message_axis] if message_axis else [*MESH_AXES, *DATA_AXES]
-    groups = dict.fromkeys(mesh.group_ranks(mesh_axis, here) for mesh_axis in axes if mesh.size(mesh_axis) > 1)
-    # A collective holds a thread that runs operations, and what this thread has put off, until all members come: all of a rank
-    # stand on one chain, and it receives one message after the other, so nobody waits for what is held. But ranks of one process
-    # may wait for each other; and there must be another thread.
-    is_wanted = is_wanted and len(communicator.local_ranks) == 1 and operations_at_once() > 1
-    with contextlib.ExitStack() as stack:
-        offered = {str(ranks): _directory(stack) for ranks in groups if is_wanted and ranks[0] == here}
-        answers = store.all_gather("memory", [is_wanted, offered], timeout_seconds)
-        if not all(answer[0] for answer in answers):
+    def connect(
+        self,
+        communicator: Communicator,
+        store: Coordination,
+        timeout_seconds: float,
+        *,
+        is_wanted: bool = True,
+        message_axis: str | None = None,
+    ) -> None:
+        if not are_cpus(communicator.mesh.devices):
             return
-        joined = {ranks: _listener(answers[ranks[0]][1][str(ranks)], here, stack) for ranks in groups}
-        answers = store.all_gather("memory/joined", [str(ranks) for ranks, one in joined.items() if one], timeout_seconds)
-        for ranks, listener in joined.items():
-            if listener is None or not all(str(ranks) in answers[rank] for rank in ranks):
-                continue
-            memory = io.FileIO(os.memfd_create("tfdist"), "r+")
-            if not message_axis:
-                os.posix_fallocate(memory.fileno(), 0, SLOTS * slot_bytes(len(ranks)))  # now: later the system could lack it
-            connections, memories = connected(ranks, here, listener, memory, timeout_seconds)
-            if message_axis:
-                mailbox = Mailbox(memory, connections, memories)
-                communicator.message_transports.update(dict.fromkeys(connections, MailboxMessages(mailbox)))
-                _open.add(mailbox.peers)
-            else:
-                mapped = [mmap.mmap(memories[rank].fileno(), 0) for rank in ranks]
-                places = {ranks.index(rank): connection for rank, connection in connections.items()}
-                exchange = Exchange(mapped, ranks.index(here), places)
-                communicator.transports[ranks] = SharedMemory(exchange)
-                _open.add(exchange.peers)
-        store.all_gather("memory/connected", "", timeout_seconds)
+        here = communicator.local_ranks[0]
+        mesh, axes = communicator.mesh, [message_axis] if message_axis else [*MESH_AXES, *DATA_AXES]
+        groups = dict.fromkeys(mesh.group_ranks(mesh_axis, here) for mesh_axis in axes if mesh.size(mesh_axis) > 1)
+        # A collective holds a thread that runs operations, and what this thread has put off, until all members come: all of a
+        # rank stand on one chain, and it receives one message after the other, so nobody waits for what is held. But ranks of
+        # one process may wait for each other; and there must be another thread.
+        is_wanted = is_wanted and len(communicator.local_ranks) == 1 and operations_at_once() > 1
+        with contextlib.ExitStack() as stack:
+            offered = {str(ranks): _directory(stack) for ranks in groups if is_wanted and ranks[0] == here}
+            answers = store.all_gather("memory", [is_wanted, offered], timeout_seconds)
+            if not all(answer[0] for answer in answers):
+                return
+            joined = {ranks: _listener(answers[ranks[0]][1][str(ranks)], here, stack) for ranks in groups}
+            answers = store.all_gather("memory/joined", [str(ranks) for ranks, one in joined.items() if one], timeout_seconds)
+            for ranks, listener in joined.items():
+                if listener is None or not all(str(ranks) in answers[rank] for rank in ranks):
+                    continue
+                memory = io.FileIO(os.memfd_create("tfdist"), "r+")
+                if not message_axis:
+                    os.posix_fallocate(memory.fileno(), 0, SLOTS * slot_bytes(len(ranks)))  # now: later the system could lack it
+                connections, memories = connected(ranks, here, listener, memory, timeout_seconds)
+                if message_axis:
+                    mailbox = Mailbox(memory, connections, memories)
+                    communicator.message_transports.update(dict.fromkeys(connections, MailboxMessages(mailbox)))
+                    _open.add(mailbox.peers)
+                else:
+                    mapped = [mmap.mmap(memories[rank].fileno(), 0) for rank in ranks]
+                    places = {ranks.index(rank): connection for rank, connection in connections.items()}
+                    exchange = Exchange(mapped, ranks.index(here), places)
+                    communicator.transports[ranks] = SharedMemory(exchange)
+                    _open.add(exchange.peers)
+            store.all_gather("memory/connected", "", timeout_seconds)
+
+    def abort(self, reason: str) -> None:
+        for peers in list(_open):
+            peers.abort(reason)
 
 
 def _directory(stack: contextlib.ExitStack) -> str | None:

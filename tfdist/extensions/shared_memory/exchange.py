@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfdist.collectives.transports.shared_memory.peers import PeerLost, Peers
+from tfdist.extensions.shared_memory.peers import PeerLost, Peers
 
 SLOTS = 2
 _SLOT_BYTES = 2 * 2**20

@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tfdist.collectives.transports.shared_memory.mailbox import Mailbox
-from tfdist.collectives.transports.shared_memory.peers import PeerLost
+from tfdist.extensions.shared_memory.mailbox import Mailbox
+from tfdist.extensions.shared_memory.peers import PeerLost
 
 
 def mailboxes(size):

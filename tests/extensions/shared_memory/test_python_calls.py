@@ -13,8 +13,8 @@ from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.plan import CollectivePlan
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernels import RING
-from tfdist.collectives.transports.shared_memory import python_calls
-from tfdist.collectives.transports.shared_memory.python_calls import call_python
+from tfdist.extensions.shared_memory import python_calls
+from tfdist.extensions.shared_memory.python_calls import call_python
 from tfdist.mesh import DeviceMesh
 
 SPEC = tf.TensorSpec([None, 2], tf.float32)

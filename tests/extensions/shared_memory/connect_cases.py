@@ -15,7 +15,7 @@ from tensorflow.python.framework import func_graph
 
 import tfdist
 from tfdist.collectives import all_gather, all_reduce, all_to_all, current_program, point_to_point, reduce_scatter
-from tfdist.collectives.transports.shared_memory import connect, exchange
+from tfdist.extensions.shared_memory import connect, exchange
 from tfdist.runtime import Coordination, threads
 
 ALL_GATHER = Coordination.all_gather

@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tfdist.collectives.transports.shared_memory.exchange import SLOTS, Exchange, slot_bytes
-from tfdist.collectives.transports.shared_memory.peers import PeerLost
+from tfdist.extensions.shared_memory.exchange import SLOTS, Exchange, slot_bytes
+from tfdist.extensions.shared_memory.peers import PeerLost
 
 SLOT_BYTES = 256  # so that small arrays take several turns
 

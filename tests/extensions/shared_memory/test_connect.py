@@ -9,15 +9,15 @@ import pytest
 import tensorflow as tf
 
 from tests import workers
-from tests.collectives.transports.shared_memory.connect_cases import DTYPES, WORKERS
-from tfdist.collectives.transports.shared_memory import connect
-from tfdist.collectives.transports.shared_memory.peers import PeerLost
+from tests.extensions.shared_memory.connect_cases import DTYPES, WORKERS
+from tfdist.extensions.shared_memory import connect
+from tfdist.extensions.shared_memory.peers import PeerLost
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What each worker has found."""
-    target = "tests.collectives.transports.shared_memory.connect_cases:run_everything"
+    target = "tests.extensions.shared_memory.connect_cases:run_everything"
     with workers.job(tmp_path_factory.mktemp("workers"), WORKERS, target) as job:
         return job.results(200)
 

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from ranks import local, strategy_on, trace
 
-from tfdist.kernels.crossentropy import sparse_crossentropy
+from tfdist.extensions.kernels.crossentropy import sparse_crossentropy
 
 ROWS, CLASSES = 6, 11
 

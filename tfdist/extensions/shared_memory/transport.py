@@ -13,10 +13,10 @@ import tensorflow as tf
 
 from tfdist.collectives.plan import Ranks, TensorLike
 from tfdist.collectives.program import RankProgram
-from tfdist.collectives.transports.shared_memory.exchange import Exchange
-from tfdist.collectives.transports.shared_memory.mailbox import Mailbox
-from tfdist.collectives.transports.shared_memory.python_calls import call_python
 from tfdist.collectives.transports.transport import MessageTransport, Transport, sum_dtype
+from tfdist.extensions.shared_memory.exchange import Exchange
+from tfdist.extensions.shared_memory.mailbox import Mailbox
+from tfdist.extensions.shared_memory.python_calls import call_python
 
 _Method = Callable[..., None]
 

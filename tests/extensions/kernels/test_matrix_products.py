@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from ranks import in_a_rank, local, strategy_on, trace
 
-from tfdist.kernels.matrix_products import contracted_axes
+from tfdist.extensions.kernels.matrix_products import contracted_axes
 
 
 def normal(*shapes):

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from tfdist.collectives.transports.shared_memory.peers import PeerLost, Peers
+from tfdist.extensions.shared_memory.peers import PeerLost, Peers
 
 # The first byte of a slot tells whether it is taken; from here on it holds the message.
 _HEADER_BYTES = 64

@@ -1,4 +1,4 @@
-"""Kernels: operations that are computed as `tfdist.kernels` does, faster on CPUs or with less memory, to rounding the same.
+"""Kernels: operations that are computed by functions of tfdist, faster on CPUs or with less memory, to rounding the same.
 
 The setting `use_kernels` of the strategy switches all of them.
 """
@@ -11,10 +11,10 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, rank_program
+from tfdist.extensions.kernels import crossentropy, feature_norms, matrix_products
+from tfdist.extensions.kernels.gelu import gelu
 from tfdist.graphs import tape
 from tfdist.keras_hooks.table import BACKEND_NN, BACKEND_NUMPY, replaces
-from tfdist.kernels import crossentropy, feature_norms, matrix_products
-from tfdist.kernels.gelu import gelu
 from tfdist.placements.facts import axes_of_static_rows, have_met
 from tfdist.sharding import config_of
 

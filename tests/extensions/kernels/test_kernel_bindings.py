@@ -12,7 +12,8 @@ import tensorflow as tf
 from ranks import strategy_on, trace
 from tensorflow.python.framework import func_graph
 
-from tfdist.keras_hooks import TABLE, kernels
+from tfdist.extensions.kernels import keras_rows as kernels
+from tfdist.keras_hooks import TABLE
 
 QUERIES = np.ones((2, 5, 4, 3), "float32")
 ROWS = np.ones((2, 5, 7), "float32")
@@ -75,7 +76,7 @@ def test_the_setting_is_checked(value):
 
 def test_the_benchmark_knows_every_kernel():
     """`benchmarks.kernels` sets the environment when it is imported, so that its table is read instead."""
-    tree = ast.parse((pathlib.Path(__file__).parents[2] / "benchmarks" / "kernels.py").read_text())
+    tree = ast.parse((pathlib.Path(__file__).parents[3] / "benchmarks" / "kernels.py").read_text())
     (table,) = [node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "KERNELS"]
     measured = {function for functions in ast.literal_eval(table).values() for function in functions}
     assert measured == {row.name for row in TABLE.rows if row.binding.__module__ == kernels.__name__}
