@@ -1,0 +1,62 @@
+"""The core without its extensions: in a copy of the package in which their folders are deleted, the core's tests pass."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import tfdist
+
+ROOT = pathlib.Path(tfdist.__file__).parents[1]
+EXTENSIONS = sorted(path.parent.name for path in (ROOT / "tfdist" / "extensions").glob("*/__init__.py"))
+QUICK = ["losses/test_uneven_batches.py", "sharding/test_variable.py"]
+ROOMS = "graphs mesh runtime collectives placements sharding optimizers losses metrics data checkpoint keras_hooks strategy"
+IS_THE_COPY = """
+import pathlib
+import sys
+
+import tfdist
+
+
+def test_it():
+    assert pathlib.Path(tfdist.__file__).parent == pathlib.Path(__file__).parents[1] / "tfdist"
+    assert {extensions} == [name for name in sys.modules if name.startswith("tfdist.extensions.")]
+"""
+
+
+def test_without_any(tmp_path):
+    run_without(EXTENSIONS, QUICK, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_without(name, tmp_path):
+    run_without([name], ROOMS.split(), tmp_path)
+
+
+def run_without(names, tests, folder):
+    """Runs `tests`, files or folders of `tests/`, without the extensions of these `names`."""
+    for each in ("tfdist", "tests"):
+        shutil.copytree(ROOT / each, folder / each, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in names:
+            shutil.rmtree(folder / each / "extensions" / name)
+    for each in ("pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / each, folder)
+    if names == EXTENSIONS:
+        (folder / "tests" / "test_is_the_copy.py").write_text(IS_THE_COPY.format(extensions=[]))
+        tests = ["test_is_the_copy.py", *tests]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/{each}" for each in tests)],
+        cwd=folder,
+        env={**environment, "PYTHONPATH": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
