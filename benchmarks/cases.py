@@ -45,7 +45,7 @@ class Case:
             devices of one process.
         use_kernels: passed to tfdist's strategy.
         heads, sequence_length, vocabulary: of the gpt.
-        schedule: of a pipeline, by its name in `tfdist.pipeline.schedules.make_schedule`; None: no pipeline.
+        schedule: of a pipeline, by its name in `tfdist.pipeline.make_schedule`; None: no pipeline.
         num_microbatches: of a pipeline.
         logical_gpus: in how many parts one GPU is split, of which the first `devices` are the ranks; 0: ranks are logical CPUs.
             A rank of PyTorch has the GPU with the others.

@@ -56,14 +56,15 @@ LEVELS = {
     "losses": 5,
     "metrics": 5.5,
     "layers": 6,
-    "pipeline": 6,
     "checkpoint": 6,
     "data": 6,
     "keras_hooks": 6.5,
     "strategy": 7,
     "tensor_plans": 8,
+    "pipeline": 8.5,
     "profiling": 9,
     "extensions.kernels": 8,
+    "extensions.pipeline": 8,
     "extensions.shared_memory": 8,
     "tools.launch": 9,
     "tools.planning": 9.5,
@@ -72,6 +73,7 @@ LEVELS = {
 }
 TOP = "__init__.py"  # may import everything
 BESIDE = ("extensions", "tools")  # rooms that the core never imports
+DOORS = (TOP, "__main__.py", "pipeline.py")  # by which programs come to them
 
 PRIVATE = {
     "custom_gradients.py",
@@ -109,7 +111,7 @@ PRIVATE = {
     "strategy/extended.py",
     "strategy/variable_creation.py",
     "strategy/multi_worker_extended.py",
-    "pipeline/stages/masks.py",
+    "extensions/pipeline/stages/masks.py",
     "tensor_plans/keras_tracing.py",
 }
 RAW_COLLECTIVES = {f"collectives/transports/{name}.py" for name in ("kernels", "kernel_messages", "member_order")}
@@ -203,7 +205,7 @@ def test_tfdist_imports_no_tool():
 
 @of_each_file()
 def test_the_core_imports_nothing_beside_it(name):
-    if name in (TOP, "__main__.py") or name.startswith(BESIDE):
+    if name in DOORS or name.startswith(BESIDE):
         return
     for module, line in imports(TREES[name]):
         assert not module.startswith(tuple(f"tfdist.{beside}" for beside in BESIDE)), f"tfdist/{name}:{line} imports {module}"
@@ -220,13 +222,13 @@ def test_no_imports_inside_functions(name):
 
 def test_schedules_are_data():
     """They can be made, checked, drawn and costed without TensorFlow, by the command line for instance."""
-    names = [name for name in TREES if name.startswith("pipeline/schedules/")]
-    assert "pipeline/schedules/schedule.py" in names
+    names = [name for name in TREES if name.startswith("extensions/pipeline/schedules/")]
+    assert "extensions/pipeline/schedules/schedule.py" in names
     for name in names:
         for module, line in imports(TREES[name]):
             assert module.partition(".")[0] not in ("tensorflow", "keras"), f"tfdist/{name}:{line}"
             if module.partition(".")[0] == "tfdist":
-                assert module.startswith(("tfdist.pipeline.schedules.", "tfdist.errors")), f"tfdist/{name}:{line}"
+                assert module.startswith(("tfdist.extensions.pipeline.schedules.", "tfdist.errors")), f"tfdist/{name}:{line}"
 
 
 def mentions(name, words):
@@ -246,12 +248,12 @@ def test_no_word_of_pipelines(room):
 
 def test_no_word_of_tensor_parallelism():
     """A rank of a pipeline may hold a part of a tensor that passes between stages: only `sharding` knows of what kind."""
-    files = [name for name in TREES if name.startswith("pipeline/")]
+    files = [name for name in TREES if name.startswith("extensions/pipeline/")]
     assert not [line for name in files for line in mentions(name, r"tensor.?parallel|tensor axis|[\"']tensor[\"']")]
 
 
 def test_mentions_finds_words():
-    assert mentions("pipeline/model.py", "pipelin") and mentions("sharding/config.py", "tensor.?parallel")
+    assert mentions("extensions/pipeline/model.py", "pipelin") and mentions("sharding/config.py", "tensor.?parallel")
 
 
 @of_each_file()

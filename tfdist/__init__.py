@@ -12,17 +12,18 @@ import typing
 
 # What Keras loads by name (layers, losses, models) must be registered before a file is read: nothing here is imported late.
 import tfdist.extensions  # noqa: F401  each adds itself to the core
-from tfdist import collectives, compression, layers, losses, optimizers, pipeline
+from tfdist import collectives, compression, layers, losses, optimizers
 from tfdist.layers import recompute
 from tfdist.mesh import use_logical_cpus, use_logical_gpus
 from tfdist.optimizers import clip_by_global_norm, global_norm
-from tfdist.pipeline import PipelineModel
 from tfdist.profiling import memory_report
 from tfdist.sharding import ShardingConfig
 from tfdist.strategy import MultiWorkerShardedStrategy, ShardedStrategy
 from tfdist.tensor_plans import TensorPlan, parallelize, suggest_plan
 
 if typing.TYPE_CHECKING:
+    from tfdist import pipeline
+    from tfdist.pipeline import PipelineModel
     from tfdist.tools.planning import plan
 
 __version__ = "0.1.0"
@@ -51,8 +52,12 @@ __all__ = [
 ]
 
 
+# What is beside the core: extensions, which may be missing, and tools, which are imported when they are asked for.
+_BESIDE = {"PipelineModel": "tfdist.pipeline", "pipeline": "", "plan": "tfdist.tools.planning"}
+
+
 def __getattr__(name: str) -> typing.Any:
-    """`tfdist.plan` is a tool: it is imported when it is asked for."""
-    if name == "plan":
-        return importlib.import_module("tfdist.tools.planning").plan
-    raise AttributeError(f"module 'tfdist' has no attribute {name!r}")
+    if name not in _BESIDE:
+        raise AttributeError(f"module 'tfdist' has no attribute {name!r}")
+    module = _BESIDE[name]
+    return getattr(importlib.import_module(module), name) if module else importlib.import_module(f"tfdist.{name}")

@@ -45,7 +45,7 @@ GRID = [
     exhaustive("transformer", 2, 2, 3),
     exhaustive("transformer", 4, 1, 0),
     exhaustive("transformer", 4, 1, 1),
-    exhaustive("sequence parallel", 2, 2, 3),  # one like it runs in tests/pipeline/test_parity.py
+    exhaustive("sequence parallel", 2, 2, 3),  # one like it runs in tests/extensions/pipeline/test_parity.py
     exhaustive("sequence parallel", 4, 1, 0),
     exhaustive("sequence parallel, grouped queries", 2, 1, 1),
     ("grouped queries, gated", 2, 2, 2),

@@ -14,8 +14,8 @@ from ranks import strategy_on
 from training import one_device
 
 import tfdist
+from tests.extensions.pipeline.pipeline_models import compiled, data, momentum, train
 from tests.parity.comparison import assert_same_tree
-from tests.pipeline.pipeline_models import compiled, data, momentum, train
 
 pytestmark = [pytest.mark.as_traced]
 

@@ -15,8 +15,8 @@ import tensorflow as tf
 import tfdist
 from tests import training
 from tfdist.collectives import RING
+from tfdist.extensions.pipeline.stages import stage_functions
 from tfdist.graphs import tape
-from tfdist.pipeline.stages import stage_functions
 from tfdist.sharding import host_lead
 
 GROUPS, BUCKETS = 5, 7  # of the model's parameters, and of its gradients, in the sizes below

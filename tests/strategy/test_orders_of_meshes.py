@@ -7,8 +7,8 @@ import pytest
 from as_processes import cases, plan_of
 
 from tests import workers
-from tfdist.pipeline import executor
-from tfdist.pipeline.schedules.messages import Message, events
+from tfdist.extensions.pipeline import executor
+from tfdist.extensions.pipeline.schedules.messages import Message, events
 
 
 def test_a_pipeline_of_two_over_two_replicas(cpus):

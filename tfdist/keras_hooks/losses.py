@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import rank_program
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
+from tfdist.layers.in_stages import InStages
 from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.global_losses import (
     MEANS,
@@ -25,7 +26,6 @@ from tfdist.losses.sliced_batch import is_on_trial
 from tfdist.losses.step_gradients import gradient_of_targets, is_of_weights, weighted_in_gradient
 from tfdist.losses.trainer_step import eager_losses, of_trainer, trainer_step
 from tfdist.optimizers.application import noted
-from tfdist.pipeline.model import PipelineModel
 from tfdist.placements.facts import have_met
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.repair import meant_of_own_rows
@@ -43,7 +43,7 @@ def steps_of(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
     """
     kerass = (keras.Model.train_step, keras.Model.test_step)
     is_keras_own = getattr(step, "__func__", step) in kerass and _computes_as_keras(model)
-    if isinstance(model, PipelineModel):
+    if isinstance(model, InStages):
         return step
     with_means = of_trainer(model, step, is_keras_own)
     if is_keras_own or config_of(model._distribute_strategy).step_losses != "sum":

@@ -14,12 +14,12 @@ from tfdist.checkpoint import tfdist_strategy
 from tfdist.data import EpochIterator, FitData
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, is_users, replaces
 from tfdist.layers import layer_strategy, sharded_tensors
+from tfdist.layers.in_stages import InStages, check_is_in_stages
 from tfdist.metrics.adoption import adopt
 from tfdist.optimizers.late_scope import move_optimizer
 from tfdist.optimizers.support import check_variables, describe
-from tfdist.pipeline.deferred_weights import is_deferred
-from tfdist.pipeline.model import PipelineModel, check_is_pipelined
 from tfdist.sharding import config_of
+from tfdist.sharding.deferral import DEFERRAL
 
 
 @replaces(
@@ -79,14 +79,14 @@ def _check_compiled(model: Any, strategy: tf.distribute.Strategy) -> None:
         )
     if optimizer is not None and model.built:
         # A weight that is not made yet is made under the strategy of its `PipelineModel`.
-        check_variables(optimizer, [v for v in model.trainable_variables if not is_deferred(v)], strategy)
+        check_variables(optimizer, [v for v in model.trainable_variables if not DEFERRAL.now.is_deferred(v)], strategy)
 
 
 @replaces(TENSORFLOW_TRAINER, "make_predict_function")
 def _make_predict_function(original: Callable[..., Any], self: Any, force: bool = False) -> Any:
     """Under a strategy with a pipeline only a `PipelineModel` predicts; `compile` may come before a model is wrapped in one, and
     KerasHub's tasks compile themselves."""
-    check_is_pipelined(self)
+    check_is_in_stages(self)
     return original(self, force)
 
 
@@ -95,7 +95,7 @@ def _maybe_symbolic_build(original: Callable[..., None], self: Any, iterator: An
     """Keras reads and averages the ranks' first batches only to learn their shape: that fails for uneven batches and strings, and
     moves a shuffled dataset on. It calls the model on symbols, which a model may not bear. Under a strategy with a pipeline only
     a `PipelineModel` trains and evaluates."""
-    check_is_pipelined(self)
+    check_is_in_stages(self)
     is_fit = iterator is not None and tfdist_strategy(self) is not None
     with FitData.noted(self, iterator) if is_fit else contextlib.nullcontext():
         _build_on_symbols(original, self, iterator, data_batch)
@@ -121,7 +121,7 @@ def _build_on_symbols(original: Callable[..., None], self: Any, iterator: Any, d
                 data_batch = tf.nest.map_structure(lambda value: strategy.experimental_local_results(value)[0], next(batches))
                 break
     # A call that fails on symbols fails again in the first step, if that is the user's mistake. A pipeline is built here alone.
-    with contextlib.nullcontext() if isinstance(self, PipelineModel) else contextlib.suppress(Exception), _not_called(self):
+    with contextlib.nullcontext() if isinstance(self, InStages) else contextlib.suppress(Exception), _not_called(self):
         original(self, data_batch=data_batch)
 
 

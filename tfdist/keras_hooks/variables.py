@@ -8,9 +8,9 @@ import tensorflow as tf
 from tfdist.keras_hooks.table import replaces
 from tfdist.layers import layer_strategy
 from tfdist.layers.statistics import note_assigned, value_to_assign
-from tfdist.pipeline import deferred_weights
 from tfdist.sharding import ReplicatedMirroredVariable, ShardedVariable, kept_placement, keras_scope, placement
 from tfdist.sharding.apart import outside_ranks
+from tfdist.sharding.deferral import DEFERRAL
 
 _LATER = """Under a pipeline nobody knows in which stage a layer will be when it is built: its weights are made when that is
 known, and never on another stage's ranks."""
@@ -29,7 +29,7 @@ def _initialize_with_initializer(original: Callable[..., None], self: Any, initi
 
 
 def _initialize(original: Callable[..., None], self: Any, initializer: Callable[..., Any]) -> None:
-    if not deferred_weights.defer(self, initializer):
+    if not DEFERRAL.now.defer(self, initializer):
         with placement(**kept_placement(self)):
             original(self, initializer)
         if isinstance(self._value, ReplicatedMirroredVariable):
@@ -38,13 +38,13 @@ def _initialize(original: Callable[..., None], self: Any, initializer: Callable[
 
 @replaces("keras.Variable", "_deferred_initialize", why=_LATER)
 def _deferred_initialize(original: Callable[..., None], self: Any) -> None:
-    if not deferred_weights.stays_deferred(self):
+    if not DEFERRAL.now.stays_deferred(self):
         original(self)
 
 
 @replaces("keras.Variable", "assign", why=f"{_LATER} Assigned before, it is made on all: its value counts.")
 def _assign(original: Callable[..., Any], self: Any, value: Any) -> Any:
-    deferred_weights.make_to_assign(self)
+    DEFERRAL.now.make_to_assign(self)
     return original(self, value)
 
 

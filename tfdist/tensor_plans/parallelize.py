@@ -7,9 +7,9 @@ from typing import Any
 import keras
 
 from tfdist import errors
-from tfdist.pipeline.deferred_weights import strategy_of
-from tfdist.pipeline.model import PipelineModel
+from tfdist.layers.in_stages import InStages
 from tfdist.sharding import config_of, kept_placement
+from tfdist.sharding.deferral import DEFERRAL
 from tfdist.tables import table_lines
 from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, kind_of, sharded_weights
 from tfdist.tensor_plans.layer_shardings import LayerSharding, resolve
@@ -77,13 +77,13 @@ def _strategy_of(model: Any) -> Any:
             "`model` must be a built `keras.Model`.", model=model, fix="Call it, or `model.build(input_shape)`, in the scope."
         )
     # Whether it is known which ranks of a pipeline keep the weights.
-    if isinstance(model, PipelineModel) or any("pipe_owners" in kept_placement(variable) for variable in model.variables):
+    if isinstance(model, InStages) or any("pipe_owners" in kept_placement(variable) for variable in model.variables):
         raise errors.value_error(
             "`model` must not be in a `PipelineModel` yet: there its layers are those of stages.",
             model=model.name,
             fix="Call `tfdist.parallelize` on the model before, and give that to `PipelineModel`.",
         )
-    strategies = {id(found): found for found in map(strategy_of, model.variables)}
+    strategies = {id(found): found for found in map(DEFERRAL.now.strategy_of, model.variables)}
     strategy = next(iter(strategies.values()), None)
     if len(strategies) != 1 or config_of(strategy) is None:
         raise errors.value_error(

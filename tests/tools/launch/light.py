@@ -10,7 +10,7 @@ import tfdist
 # What such a program begins with.
 PACKAGES = f"""
 import os, sys, types
-for name in ("tfdist", "tfdist.pipeline", "tfdist.runtime"):
+for name in ("tfdist", "tfdist.extensions", "tfdist.extensions.pipeline", "tfdist.runtime"):
     package = types.ModuleType(name)
     package.__path__ = [os.path.join({str(pathlib.Path(tfdist.__file__).parent.parent)!r}, *name.split("."))]
     sys.modules[name] = package

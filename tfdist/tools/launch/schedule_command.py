@@ -5,10 +5,10 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from tfdist.pipeline.schedules.drawing import draw
-from tfdist.pipeline.schedules.make_schedule import make_schedule
-from tfdist.pipeline.schedules.schedule import Schedule
-from tfdist.pipeline.schedules.simulation import DURATIONS, Simulation, simulate
+from tfdist.extensions.pipeline.schedules.drawing import draw
+from tfdist.extensions.pipeline.schedules.make_schedule import make_schedule
+from tfdist.extensions.pipeline.schedules.schedule import Schedule
+from tfdist.extensions.pipeline.schedules.simulation import DURATIONS, Simulation, simulate
 from tfdist.tools.launch.arguments import add_command
 
 _DESCRIPTION = """\

@@ -5,11 +5,11 @@ import functools
 import keras
 
 from tfdist import errors
+from tfdist.extensions.pipeline.schedules.dataflow import held_activations
+from tfdist.extensions.pipeline.schedules.make_schedule import make_schedule
+from tfdist.extensions.pipeline.stages.split_points import balanced_split_points, node_weights, resolve_split_points
+from tfdist.extensions.pipeline.stages.staged_model import StagedModel
 from tfdist.layers.sharded_weights import ShardedWeights
-from tfdist.pipeline.schedules.dataflow import held_activations
-from tfdist.pipeline.schedules.make_schedule import make_schedule
-from tfdist.pipeline.stages.split_points import balanced_split_points, node_weights, resolve_split_points
-from tfdist.pipeline.stages.staged_model import StagedModel
 from tfdist.tensor_plans import ModelGraph, sharded_weights, trace_model
 from tfdist.tensor_plans.layer_kinds import dtype_bytes
 from tfdist.tensor_plans.layer_shardings import LayerSharding

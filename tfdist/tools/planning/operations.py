@@ -4,8 +4,8 @@ import math
 
 import tensorflow as tf
 
+from tfdist.extensions.pipeline.stages.flops import formula_of, trips
 from tfdist.graphs import tape
-from tfdist.pipeline.stages.flops import formula_of, trips
 from tfdist.placements.graph_facts import LEAVES
 from tfdist.placements.kernels import CROSSENTROPIES, may_overwrite, passes_its_buffer_on
 

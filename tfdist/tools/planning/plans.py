@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfdist import errors
-from tfdist.pipeline.schedules.drawing import matplotlib_figure
+from tfdist.extensions.pipeline.schedules.drawing import matplotlib_figure
 from tfdist.tables import size_text, table_lines
 from tfdist.tools.planning.hardware import Hardware
 from tfdist.tools.planning.scaling import Training, count_text

@@ -8,9 +8,9 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import CollectivePlan
+from tfdist.extensions.pipeline import PipelineModel
 from tfdist.layers import recompute
 from tfdist.losses.given_batch import DealtBatches
-from tfdist.pipeline import PipelineModel
 from tfdist.profiling import memory_report
 from tfdist.profiling.memory_report import DeviceMemory as ModelState
 from tfdist.sharding import ShardingConfig, settings_of

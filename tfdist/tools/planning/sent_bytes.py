@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from tfdist.compression import Compressor, compressor_of
-from tfdist.pipeline.stages.costs import bytes_per_example
+from tfdist.extensions.pipeline.stages.costs import bytes_per_example
 from tfdist.sharding import ShardingConfig, travels_exactly
 from tfdist.tools.planning.candidate import Candidate
 from tfdist.tools.planning.gathers import gathers_of

@@ -17,8 +17,8 @@ wait: a step then takes what all of them compute together, at least.
 import dataclasses
 import functools
 
-from tfdist.pipeline.schedules.actions import Phase
-from tfdist.pipeline.schedules.simulation import simulate
+from tfdist.extensions.pipeline.schedules.actions import Phase
+from tfdist.extensions.pipeline.schedules.simulation import simulate
 from tfdist.tools.planning.candidate import Candidate
 from tfdist.tools.planning.hardware import Hardware
 from tfdist.tools.planning.layouts import schedule_of

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.extensions.pipeline.stages.flops import elements, flops_of_operation
 from tfdist.graphs import tape
-from tfdist.pipeline.stages.flops import elements, flops_of_operation
 from tfdist.placements.graph_facts import LEAVES
 from tfdist.placements.kernels import CROSSENTROPIES, SERIES, looks_up
 from tfdist.tools.planning import operations
