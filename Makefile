@@ -33,7 +33,7 @@ test-nightly:
 	$(NIGHTLY)/bin/python -m pip --quiet uninstall --yes keras keras-nightly
 	$(NIGHTLY)/bin/python -m pip --disable-pip-version-check --quiet install --pre --no-deps keras-nightly
 	$(NIGHTLY)/bin/python -m pytest -n 2 tests/keras_hooks tests/test_private_names*.py tests/*/test_private_names_*.py \
-		tests/layers/test_normalization.py tests/losses/test_uneven_batches.py tests/strategy/test_optimizer_parity.py $(ARGS)
+		tests/keras_layers/test_normalization.py tests/losses/test_uneven_batches.py tests/strategy/test_optimizer_parity.py $(ARGS)
 
 soak: $(VENV)/.installed-test
 	$(BIN)/python -m tests.soak $(ARGS)

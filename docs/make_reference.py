@@ -21,7 +21,8 @@ from typing import Any
 import keras
 
 import tfdist
-from tfdist import mesh, profiling, runtime, tensor_plans
+from tfdist import mesh, profiling, runtime
+from tfdist.extensions.tensor import plans as tensor_plans
 from tfdist.tools import planning
 
 PAGE = pathlib.Path(__file__).with_name("reference.md")

@@ -2,7 +2,7 @@
 
 Whoever has a card runs the tests of numbers on it, each process of pytest with so many MiB for each of four parts (docs/gpus.md):
 
-    TFDIST_TESTS_GPU_MIB=900 pytest -n 12 tests/programs tests/parity tests/layers
+    TFDIST_TESTS_GPU_MIB=900 pytest -n 12 tests/programs tests/parity tests/keras_layers
 
 TensorFloat-32 is off then, and XLA for what runs on one device. Tests of what only CPUs do, and tests that start processes of
 their own, are skipped there.

@@ -55,17 +55,18 @@ LEVELS = {
     "optimizers": 5,
     "losses": 5,
     "metrics": 5.5,
-    "layers": 6,
+    "keras_layers": 6,
     "checkpoint": 6,
     "data": 6,
     "keras_hooks": 6.5,
     "strategy": 7,
-    "tensor_plans": 8,
+    "layers": 8.5,
     "pipeline": 8.5,
     "profiling": 9,
     "extensions.kernels": 8,
     "extensions.pipeline": 8,
     "extensions.shared_memory": 8,
+    "extensions.tensor": 8,
     "tools.launch": 9,
     "tools.planning": 9.5,
     "tools.doctor": 10,
@@ -73,7 +74,7 @@ LEVELS = {
 }
 TOP = "__init__.py"  # may import everything
 BESIDE = ("extensions", "tools")  # rooms that the core never imports
-DOORS = (TOP, "__main__.py", "pipeline.py")  # by which programs come to them
+DOORS = (TOP, "__main__.py", "layers.py", "pipeline.py")  # by which programs come to them
 
 PRIVATE = {
     "custom_gradients.py",
@@ -104,15 +105,15 @@ PRIVATE = {
     "keras_hooks/metrics.py",
     "keras_hooks/optimizers.py",
     "keras_hooks/tensorflow.py",
-    "layers/checkpoint_names.py",
-    "layers/recomputed.py",
+    "keras_layers/checkpoint_names.py",
+    "keras_layers/recomputed.py",
     "losses/global_losses.py",
     "losses/over_global_batch.py",
     "strategy/extended.py",
     "strategy/variable_creation.py",
     "strategy/multi_worker_extended.py",
     "extensions/pipeline/stages/masks.py",
-    "tensor_plans/keras_tracing.py",
+    "extensions/tensor/plans/keras_tracing.py",
 }
 RAW_COLLECTIVES = {f"collectives/transports/{name}.py" for name in ("kernels", "kernel_messages", "member_order")}
 TF_CONFIG = {"mesh/devices.py", "mesh/device_details.py", "mesh/logical_gpus.py", "runtime/threads.py"}

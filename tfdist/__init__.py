@@ -12,17 +12,17 @@ import typing
 
 # What Keras loads by name (layers, losses, models) must be registered before a file is read: nothing here is imported late.
 import tfdist.extensions  # noqa: F401  each adds itself to the core
-from tfdist import collectives, compression, layers, losses, optimizers
-from tfdist.layers import recompute
+from tfdist import collectives, compression, losses, optimizers
+from tfdist.keras_layers import recompute
 from tfdist.mesh import use_logical_cpus, use_logical_gpus
 from tfdist.optimizers import clip_by_global_norm, global_norm
 from tfdist.profiling import memory_report
 from tfdist.sharding import ShardingConfig
 from tfdist.strategy import MultiWorkerShardedStrategy, ShardedStrategy
-from tfdist.tensor_plans import TensorPlan, parallelize, suggest_plan
 
 if typing.TYPE_CHECKING:
-    from tfdist import pipeline
+    from tfdist import layers, pipeline
+    from tfdist.extensions.tensor.plans import TensorPlan, parallelize, suggest_plan
     from tfdist.pipeline import PipelineModel
     from tfdist.tools.planning import plan
 
@@ -53,7 +53,12 @@ __all__ = [
 
 
 # What is beside the core: extensions, which may be missing, and tools, which are imported when they are asked for.
-_BESIDE = {"PipelineModel": "tfdist.pipeline", "pipeline": "", "plan": "tfdist.tools.planning"}
+_BESIDE = {
+    **dict.fromkeys(["layers", "pipeline"], ""),
+    "PipelineModel": "tfdist.pipeline",
+    **dict.fromkeys(["TensorPlan", "parallelize", "suggest_plan"], "tfdist.extensions.tensor.plans"),
+    "plan": "tfdist.tools.planning",
+}
 
 
 def __getattr__(name: str) -> typing.Any:

@@ -8,7 +8,7 @@ from training import one_device, strategy_for
 from tests.models import families, more_families
 from tests.models.ways import everything_sharded, suggested_where_links_are_fast, train, with_lora
 from tests.parity.comparison import assert_same_tree
-from tfdist.tensor_plans import resolve, suggest_plan
+from tfdist.extensions.tensor.plans import resolve, suggest_plan
 
 
 def block_of(plan, part):

@@ -15,7 +15,7 @@ from training import one_device, strategy_for
 import tfdist
 from tests.models import families
 from tests.parity.comparison import state
-from tfdist.tensor_plans import suggest
+from tfdist.extensions.tensor.plans import suggest
 
 
 @dataclasses.dataclass(frozen=True)

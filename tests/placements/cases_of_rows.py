@@ -134,7 +134,7 @@ def bias(world: World, name: str):
 
 @of("Conv2D DepthwiseConv2dNative Dilation2D Conv3D")
 def convolutions(world: World, name: str):
-    # Of no rows TensorFlow's kernels return a wrong number of channels, on some CPUs: `tfdist.layers.empty_batches`.
+    # Of no rows TensorFlow's kernels return a wrong number of channels, on some CPUs: `tfdist.keras_layers.empty_batches`.
     world.rows = world.one(*[rows for rows in RANKS if 0 not in rows])
     space = (4, 4, 4)[: 3 if name == "Conv3D" else 2]
     axis = world.one(0, 0, 0, 1)

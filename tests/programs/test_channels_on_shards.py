@@ -12,7 +12,7 @@ from training import strategy_for
 
 import tfdist
 from tests.parity.comparison import assert_same_tree, state
-from tfdist.tensor_plans import resolve, suggest, suggest_plan
+from tfdist.extensions.tensor.plans import resolve, suggest, suggest_plan
 
 pytestmark = pytest.mark.as_traced
 

@@ -9,10 +9,11 @@ import tensorflow as tf
 
 from tfdist.collectives import rank_program
 from tfdist.keras_hooks.table import BACKEND_NN, replaces
-from tfdist.layers import empty_batches, layer_strategy, normalization, randomness, recurrent_states, sharded_tensors
+from tfdist.keras_layers import empty_batches, layer_strategy, normalization, randomness, recurrent_states
 from tfdist.placements.telling import calling, of_layer
 from tfdist.sharding import config_of, read_if_sharded
 from tfdist.sharding.recomputation import Recomputation
+from tfdist.sharding.sharded_activations import WHOLE
 
 
 @replaces("keras.layers.Layer", "_maybe_build")
@@ -94,6 +95,6 @@ def _fed_with_rows(original: Callable[..., tf.Tensor], inputs: tf.Tensor, *args:
 @replaces("keras.losses.Loss", "__call__")
 def _call(original: Callable[..., Any], self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
     """A loss must see whole predictions, also of a layer that leaves its output sharded over the tensor axis."""
-    y_pred = y_pred if getattr(self, "_takes_sharded_predictions", False) else sharded_tensors.all_whole(y_pred)
+    y_pred = y_pred if getattr(self, "_takes_sharded_predictions", False) else WHOLE.now.all_whole(y_pred)
     with calling(self):
         return original(self, y_true, y_pred, sample_weight)

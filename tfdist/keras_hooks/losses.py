@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import rank_program
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
-from tfdist.layers.in_stages import InStages
+from tfdist.keras_layers.in_stages import InStages
 from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.global_losses import (
     MEANS,

@@ -15,7 +15,7 @@ from tfdist.checkpoint import (
     tfdist_strategy,
 )
 from tfdist.keras_hooks.table import replaces
-from tfdist.layers import checkpoint_names
+from tfdist.keras_layers import checkpoint_names
 from tfdist.sharding.exact_shards import complete_copies
 
 _MANY_WRITERS = "Every worker would write the same file, and a variable that is sharded can only be read by all workers together."

@@ -12,7 +12,7 @@ from tfdist.collectives import Where, exclusion, nested_functions, rank_program,
 from tfdist.graphs import calls, tape
 from tfdist.graphs.frames import is_asked_by_keras
 from tfdist.keras_hooks.table import is_users, replaces
-from tfdist.layers import randomness
+from tfdist.keras_layers import randomness
 from tfdist.placements.eager import KNOWN, EagerFacts
 from tfdist.placements.facts import axes_of_static_rows
 from tfdist.placements.kinds import Replicate

@@ -13,13 +13,14 @@ from tfdist import errors
 from tfdist.checkpoint import tfdist_strategy
 from tfdist.data import EpochIterator, FitData
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, is_users, replaces
-from tfdist.layers import layer_strategy, sharded_tensors
-from tfdist.layers.in_stages import InStages, check_is_in_stages
+from tfdist.keras_layers import layer_strategy
+from tfdist.keras_layers.in_stages import InStages, check_is_in_stages
 from tfdist.metrics.adoption import adopt
 from tfdist.optimizers.late_scope import move_optimizer
 from tfdist.optimizers.support import check_variables, describe
 from tfdist.sharding import config_of
 from tfdist.sharding.deferral import DEFERRAL
+from tfdist.sharding.sharded_activations import WHOLE
 
 
 @replaces(
@@ -202,5 +203,5 @@ def _multi_worker_concat(original: Callable[..., Any], v: Any, strategy: tf.dist
 def _compute_metrics(original: Callable[..., Any], self: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
     """Metrics must see whole predictions, also of a layer that leaves its output sharded over the tensor axis."""
     # Without metrics nothing is gathered: a compiled model has its own mean of the loss, which sees no predictions.
-    whole = sharded_tensors.all_whole(y_pred) if self._compile_metrics is not None else y_pred
+    whole = WHOLE.now.all_whole(y_pred) if self._compile_metrics is not None else y_pred
     return original(self, x, y, whole, sample_weight)

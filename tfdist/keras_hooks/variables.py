@@ -6,8 +6,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.keras_hooks.table import replaces
-from tfdist.layers import layer_strategy
-from tfdist.layers.statistics import note_assigned, value_to_assign
+from tfdist.keras_layers import layer_strategy
+from tfdist.keras_layers.statistics import note_assigned, value_to_assign
 from tfdist.sharding import ReplicatedMirroredVariable, ShardedVariable, kept_placement, keras_scope, placement
 from tfdist.sharding.apart import outside_ranks
 from tfdist.sharding.deferral import DEFERRAL

@@ -53,8 +53,7 @@ def move(variables: Iterable[keras.Variable], strategy: tf.distribute.Strategy) 
     `apart`: a step that is being traced finds a moved variable as one that was always there. The mistake to avoid: moving what a
     traced function has read. The function goes on with the variable that it knows.
 
-    `_value` and `_initialize_with_initializer` are private to Keras: tests/layers/test_private_names_of_layers.py fails when they
-    change.
+    `_value` and `_initialize_with_initializer` are private to Keras: test_private_names_of_layers.py fails when they change.
     """
     others = [variable for variable in variables if variable._value is not None and made_by(variable) is not strategy]
 

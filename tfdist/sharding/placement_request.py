@@ -92,8 +92,8 @@ def placement(**changes: Any) -> contextlib.AbstractContextManager[None]:
 def request_placement(variable: keras.Variable, **changes: Any) -> None:
     """Asks for `changes` of `variable` whenever its value is made; if it is made already, it is made again and stays the same.
 
-    `_value`, `_trainable` and `_initialize_with_initializer` are private to Keras: tests/layers/test_private_names_of_layers.py
-    fails when they change.
+    `_value`, `_trainable` and `_initialize_with_initializer` are private to Keras: test_private_names_of_layers.py fails
+    when they change.
     """
     setattr(variable, _KEPT, {**kept_placement(variable), **changes})
     if variable._value is not None:

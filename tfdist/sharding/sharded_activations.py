@@ -1,7 +1,7 @@
 """Activations that leave a layer sharded over the tensor axis: what says so.
 
 The tensor carries a mark, as it may carry a Keras mask. It is on the very tensor that the layer returned, not on what is computed
-from it. Who takes such tensors, and who gets them whole, is told in `tfdist.layers.sharded_tensors`.
+from it. Who takes such tensors, and who gets them whole, an extension knows, whose layers make them (`WHOLE`).
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, activations
+from tfdist.extensible import Place
 
 _MARK = "_tfdist_shard"
 
@@ -89,3 +90,14 @@ def gathered(program: RankProgram | None, x: tf.Tensor) -> tf.Tensor:
     whole = shard.without_padding(activations.all_gather(program, x, "tensor", shard.axis, "gather_output"))
     copy_mask(x, whole)
     return whole
+
+
+class AllWhole:
+    """No layer leaves its output sharded."""
+
+    def all_whole(self, structure: Any) -> Any:
+        """Returns a structure of tensors with those that are sharded gathered, on this rank's tapes."""
+        return structure
+
+
+WHOLE: Place[AllWhole] = Place(AllWhole())

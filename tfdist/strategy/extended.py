@@ -18,12 +18,13 @@ from tfdist import collectives, keras_hooks
 from tfdist.collectives import CollectivePlan, Communicator, RankProgram
 from tfdist.data import DistributedDataset, DistributedDatasetsFromFunction, Ends, parts, split_batches
 from tfdist.graphs import tape
-from tfdist.layers import randomness, sharded_tensors
+from tfdist.keras_layers import randomness
 from tfdist.placements import eager, repair
 from tfdist.placements.replicas import ReplicaCount
 from tfdist.runtime import give_back_free_memory, helping_another, out_of_memory
 from tfdist.sharding import KeptWeights, MeshConfig
 from tfdist.sharding.known_sums import KnownSums
+from tfdist.sharding.sharded_activations import WHOLE
 from tfdist.strategy import rows_apart, sums_again
 from tfdist.strategy.variable_creation import VariableCreation, check_keras
 
@@ -123,7 +124,7 @@ class ShardedExtendedMixin(VariableCreation):
             # (the count needs no data) would from then on scale their updates differently.
             inputs = [leaf for leaf in tf.nest.flatten((args, kwargs), expand_composites=True) if tf.is_symbolic_tensor(leaf)]
             with tf.control_dependencies(inputs), seeds.lent(), eager.watching(program), helping_another():
-                outputs = sums_again.agreed(sharded_tensors.all_whole(fn(*args, **kwargs)), program)
+                outputs = sums_again.agreed(WHOLE.now.all_whole(fn(*args, **kwargs)), program)
                 if program.is_eager:  # which knows less at its end
                     sums_again.mark(outputs, program)
                     summands = program.attachment(KnownSums).own(outputs)

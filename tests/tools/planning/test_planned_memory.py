@@ -10,8 +10,8 @@ from training import mlp
 import tfdist
 from tests.devices import names
 from tests.tools.planning.spreading import spread
-from tfdist.tensor_plans.layer_kinds import ROW
-from tfdist.tensor_plans.layer_shardings import LayerSharding
+from tfdist.extensions.tensor.plans.layer_kinds import ROW
+from tfdist.extensions.tensor.plans.layer_shardings import LayerSharding
 from tfdist.tools.planning import Candidate
 from tfdist.tools.planning.memory import memory_of, state_of
 from tfdist.tools.planning.tensor_regions import on_tensor_rank

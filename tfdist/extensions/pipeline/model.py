@@ -21,7 +21,7 @@ from tfdist.extensions.pipeline.stages.costs import node_costs
 from tfdist.extensions.pipeline.stages.split_points import resolve_split_points
 from tfdist.extensions.pipeline.stages.staged_model import StagedModel
 from tfdist.extensions.pipeline.step import Step
-from tfdist.layers.in_stages import InStages
+from tfdist.keras_layers.in_stages import InStages
 from tfdist.losses.global_losses import unscale_loss
 from tfdist.mesh import current_mesh
 from tfdist.runtime import begin_use

@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.extensions.pipeline import PipelineModel
+from tfdist.extensions.tensor.plans import parallelize
 from tfdist.mesh.device_details import details_of, tensor_float_32, tensor_float_32_is_on
-from tfdist.tensor_plans import parallelize
 from tfdist.tools.doctor.check import Check, Finding, LeftOutError
 from tfdist.tools.doctor.session import Session
 

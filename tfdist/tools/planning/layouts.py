@@ -9,12 +9,12 @@ from tfdist.extensions.pipeline.schedules.dataflow import held_activations
 from tfdist.extensions.pipeline.schedules.make_schedule import make_schedule
 from tfdist.extensions.pipeline.stages.split_points import balanced_split_points, node_weights, resolve_split_points
 from tfdist.extensions.pipeline.stages.staged_model import StagedModel
-from tfdist.layers.sharded_weights import ShardedWeights
-from tfdist.tensor_plans import ModelGraph, sharded_weights, trace_model
-from tfdist.tensor_plans.layer_kinds import dtype_bytes
-from tfdist.tensor_plans.layer_shardings import LayerSharding
-from tfdist.tensor_plans.suggest import suggested_shardings
-from tfdist.tensor_plans.traffic import moved_units
+from tfdist.extensions.tensor.plans import ModelGraph, sharded_weights, trace_model
+from tfdist.extensions.tensor.plans.layer_kinds import dtype_bytes
+from tfdist.extensions.tensor.plans.layer_shardings import LayerSharding
+from tfdist.extensions.tensor.plans.suggest import suggested_shardings
+from tfdist.extensions.tensor.plans.traffic import moved_units
+from tfdist.extensions.tensor.sharded_weights import ShardedWeights
 
 
 class ModelLayouts:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from tfdist.layers.recomputed import is_recomputed
+from tfdist.keras_layers.recomputed import is_recomputed
 from tfdist.mesh import short_name
 from tfdist.mesh.device_details import peak_bytes
 from tfdist.profiling import MemoryReport, memory_report

@@ -9,12 +9,12 @@ import tensorflow as tf
 
 from tfdist.collectives import CollectivePlan
 from tfdist.extensions.pipeline import PipelineModel
-from tfdist.layers import recompute
+from tfdist.extensions.tensor.plans import parallelize, suggest_plan
+from tfdist.keras_layers import recompute
 from tfdist.losses.given_batch import DealtBatches
 from tfdist.profiling import memory_report
 from tfdist.profiling.memory_report import DeviceMemory as ModelState
 from tfdist.sharding import ShardingConfig, settings_of
-from tfdist.tensor_plans import parallelize, suggest_plan
 from tfdist.tools.planning.candidate import Candidate
 from tfdist.tools.planning.one_rank import OneRankStrategy
 from tfdist.tools.planning.optimizer_slots import new_optimizer

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.tensor_plans.model_inputs import symbolic_calls
+from tfdist.extensions.tensor.plans.model_inputs import symbolic_calls
 from tfdist.tools.planning.equal_layers import LayerCall, calls_noted, units_of
 
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import keras
 import numpy as np
 
-from tfdist.tensor_plans.layer_kinds import COLUMN, ROW, is_attention
-from tfdist.tensor_plans.layer_shardings import LayerSharding
+from tfdist.extensions.tensor.plans.layer_kinds import COLUMN, ROW, is_attention
+from tfdist.extensions.tensor.plans.layer_shardings import LayerSharding
 from tfdist.tools.planning.lifetimes import Buffers, Sweep
 from tfdist.tools.planning.operations import is_product
 from tfdist.tools.planning.step_profile import sources_of
