@@ -1,8 +1,10 @@
 """A step on one machine that never ends is ended, and names what waits; one that computes or waits for its data is not."""
 
+import gc
 import os
 import threading
 import time
+import weakref
 
 import pytest
 import tensorflow as tf
@@ -83,6 +85,28 @@ def test_what_goes_on():
         return strategy.run(lambda: tfdist.collectives.all_reduce(x, "data"))
 
     assert strategy.experimental_local_results(step())[0].numpy() == 2
+
+
+def test_a_call_that_was_looked_at_keeps_no_graph():
+    """It would keep what the function has captured: a model that nobody has any more, and its memory."""
+    graphs = []
+
+    def look(x):
+        time.sleep(2.5)
+        return x
+
+    @tf.function
+    def step(x):
+        graphs.append(weakref.ref(tf.compat.v1.get_default_graph()))
+        return strategy.run(
+            lambda: tfdist.collectives.all_reduce(tf.ensure_shape(tf.py_function(look, [x], tf.float32), []), "data")
+        )
+
+    strategy = strategy_for(2, 0)
+    step(tf.constant(1.0))
+    del step
+    gc.collect()
+    assert graphs[0]() is None
 
 
 @pytest.mark.parametrize("value", [0, -1.0, True, "600"])

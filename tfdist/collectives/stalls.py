@@ -37,7 +37,7 @@ class _Call:
     Looks count, not seconds: a process that was stopped (SIGSTOP, a laptop asleep) has not waited.
     """
 
-    graph: tf.Graph
+    graph: weakref.ref[tf.Graph]  # which holds what the function has captured: a model
     timeout_seconds: float
     looks: int = 0
     used: float = dataclasses.field(default_factory=time.process_time)
@@ -54,7 +54,7 @@ def end_at_calls(graph: tf.Graph, timeout_seconds: float) -> None:
     @contextlib.contextmanager
     def watched() -> Iterator[None]:
         _start(os.getpid())
-        call = _Call(here(), timeout_seconds)
+        call = _Call(here, timeout_seconds)
         _calls.append(call)
         try:
             yield
@@ -89,7 +89,7 @@ def _end(call: _Call) -> None:
     beside = where_beside()
     call.ended_by = errors.message(
         f"A step has waited for {call.timeout_seconds:.0f} s (`step_timeout_seconds`), and used no processor: its devices wait "
-        f"for each other, or for code that does not return{finished_graphs.what_waits(call.graph)}"
+        f"for each other, or for code that does not return{finished_graphs.what_waits(call.graph())}"
         f"{f'. A thread is at {beside}' if beside else ''}.",
         fix="Mend that, and start the program again: collectives of this process fail from here on.",
     )
