@@ -29,7 +29,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist.compression import NAMES, Int4, TopK
+from tfdist.extensions.compression import NAMES, Int4, TopK
 
 NUMBERS = 2**22
 VOCABULARY, LENGTH, BATCH, WIDTH = 256, 64, 32, 64

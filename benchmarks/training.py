@@ -14,7 +14,7 @@ import tfdist
 from benchmarks.cases import MIRRORED, MW_MIRRORED, SINGLE, ZERO_STAGES, Case
 from benchmarks.devices import take_devices, wait
 from benchmarks.gpt_arrays import EPSILON, LEARNING_RATE, WEIGHT_DECAY, initial_weight, make_batch
-from tfdist.compression import TopK
+from tfdist.extensions.compression import TopK
 from tfdist.mesh import worker_devices
 from tfdist.runtime import share_cores
 

@@ -46,7 +46,6 @@ LEVELS = {
     "graphs": 1,
     "tables": 0,
     "temporary": 0,
-    "compression": 1,
     "runtime": 1,
     "mesh": 2,
     "collectives": 3,
@@ -60,9 +59,11 @@ LEVELS = {
     "data": 6,
     "keras_hooks": 6.5,
     "strategy": 7,
+    "compression": 8.5,
     "layers": 8.5,
     "pipeline": 8.5,
     "profiling": 9,
+    "extensions.compression": 8,
     "extensions.kernels": 8,
     "extensions.pipeline": 8,
     "extensions.shared_memory": 8,
@@ -74,7 +75,7 @@ LEVELS = {
 }
 TOP = "__init__.py"  # may import everything
 BESIDE = ("extensions", "tools")  # rooms that the core never imports
-DOORS = (TOP, "__main__.py", "layers.py", "pipeline.py")  # by which programs come to them
+DOORS = (TOP, "__main__.py", "compression.py", "layers.py", "pipeline.py")  # by which programs come to them
 
 PRIVATE = {
     "custom_gradients.py",

@@ -12,7 +12,7 @@ import typing
 
 # What Keras loads by name (layers, losses, models) must be registered before a file is read: nothing here is imported late.
 import tfdist.extensions  # noqa: F401  each adds itself to the core
-from tfdist import collectives, compression, losses, optimizers
+from tfdist import collectives, losses, optimizers
 from tfdist.keras_layers import recompute
 from tfdist.mesh import use_logical_cpus, use_logical_gpus
 from tfdist.optimizers import clip_by_global_norm, global_norm
@@ -21,7 +21,7 @@ from tfdist.sharding import ShardingConfig
 from tfdist.strategy import MultiWorkerShardedStrategy, ShardedStrategy
 
 if typing.TYPE_CHECKING:
-    from tfdist import layers, pipeline
+    from tfdist import compression, layers, pipeline
     from tfdist.extensions.tensor.plans import TensorPlan, parallelize, suggest_plan
     from tfdist.pipeline import PipelineModel
     from tfdist.tools.planning import plan
@@ -54,7 +54,7 @@ __all__ = [
 
 # What is beside the core: extensions, which may be missing, and tools, which are imported when they are asked for.
 _BESIDE = {
-    **dict.fromkeys(["layers", "pipeline"], ""),
+    **dict.fromkeys(["compression", "layers", "pipeline"], ""),
     "PipelineModel": "tfdist.pipeline",
     **dict.fromkeys(["TensorPlan", "parallelize", "suggest_plan"], "tfdist.extensions.tensor.plans"),
     "plan": "tfdist.tools.planning",

@@ -18,7 +18,7 @@ from tensorflow.python.eager.polymorphic_function import concrete_function
 
 import tfdist
 from tfdist import collectives
-from tfdist.compression import NAMES
+from tfdist.extensions.compression import NAMES
 
 layers = keras.layers
 RNG = np.random.default_rng(0)

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.null_gpu import device
-from tfdist.compression import TopK
+from tfdist.extensions.compression import TopK
 
 Step = Callable[[], Any]
 Case = Callable[[], tuple[tf.distribute.Strategy, Step]]

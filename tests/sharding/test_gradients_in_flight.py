@@ -9,7 +9,7 @@ import tensorflow as tf
 from grids import exhaustive
 from training import strategy_for
 
-from tfdist.compression import Int8, TopK
+from tfdist.extensions.compression import Int8, TopK
 
 
 def held_back(layers, shape, kind, zero_stage):

@@ -14,13 +14,13 @@ from training import Trained, assert_same, custom_loop, fit, mlp, one_device, sm
 
 import tfdist
 from tests import workers
+from tests.extensions.compression.test_compression import plan_of
 from tests.extensions.pipeline import pipeline_models
 from tests.extensions.tensor import tensor_models
 from tests.parity import optimizer_cases
 from tests.parity.comparison import assert_same_tree
 from tests.strategy import worker_cases
-from tests.strategy.test_compression import plan_of
-from tfdist.compression import NAMES
+from tfdist.extensions.compression import NAMES
 
 pytestmark = pytest.mark.as_traced
 

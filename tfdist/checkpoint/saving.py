@@ -33,7 +33,7 @@ from tfdist.checkpoint.discarding import DiscardingAssets, DiscardingFile, Disca
 from tfdist.checkpoint.staging import staged
 from tfdist.checkpoint.unfailing_file import UnfailingFile, UnfailingStore
 from tfdist.checkpoint.writing_role import chief_decides, is_chief, tfdist_strategy
-from tfdist.sharding.exact_shards import complete_copies
+from tfdist.sharding.compression import COMPRESSION
 
 # Writes to a path, and returns the files that are to be asked whether all of it was kept.
 _Write = Callable[[str], "list[UnfailingFile]"]
@@ -124,7 +124,7 @@ def _save(
     """Writes the file on the chief, by `write(path)`, and only reads on the others; while all are here."""
     strategy = tfdist_strategy(model)
     strategy.barrier("save/begin")
-    complete_copies(model.variables)
+    COMPRESSION.now.complete_copies(model.variables)
     failure = None
     if not is_chief(strategy):
         read()

@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from tfdist import errors, temporary
 from tfdist.checkpoint.writing_role import cluster_strategy_of, is_chief
-from tfdist.sharding.exact_shards import complete_copies
+from tfdist.sharding.compression import COMPRESSION
 
 # Whether this worker writes, records and removes no files, here and now: they are left to the chief.
 only_reads: contextvars.ContextVar[bool] = contextvars.ContextVar("only_reads", default=False)
@@ -53,13 +53,13 @@ def write_checkpoint(checkpoint: Any, path: str, write: Callable[[], Any]) -> An
     variables = tf.train.TrackableView(checkpoint).descendants()
     strategy = cluster_strategy_of(variables)
     if strategy is None:
-        complete_copies(variables)
+        COMPRESSION.now.complete_copies(variables)
         return write()
     failure, written = None, None
     leaves_files = not _writes_files(strategy, path)
     try:
         with temporary.context_value(only_reads, leaves_files):
-            complete_copies(variables)
+            COMPRESSION.now.complete_copies(variables)
             written = write()
     except (tf.errors.OpError, OSError) as error:  # others may wait for this worker
         failure = error

@@ -9,7 +9,6 @@ from tfdist.collectives.automatic_order import exempt_from_automatic_order
 from tfdist.collectives.branches import trace_branches
 from tfdist.collectives.buckets import assign_buckets
 from tfdist.collectives.communicator import Communicator
-from tfdist.collectives.compressed import check_it_pays
 from tfdist.collectives.cross_replica import CrossReplica, cross_replica_of
 from tfdist.collectives.eager import EagerProgram
 from tfdist.collectives.naive import gather_to_master_all_reduce, naive_master_bytes, ring_bytes

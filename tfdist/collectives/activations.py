@@ -22,7 +22,7 @@ from tfdist.collectives import group_ops
 from tfdist.collectives.instance_keys import power_of_two
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.results import noted
-from tfdist.compression.words import with_zeros
+from tfdist.collectives.transports.kernel_settings import with_zeros
 
 
 def all_reduce(program: RankProgram, x: tf.Tensor, mesh_axis: str, label: str, reduce_op: str = "sum") -> tf.Tensor:

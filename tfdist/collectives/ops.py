@@ -20,8 +20,8 @@ from tfdist.collectives.instance_keys import power_of_two
 from tfdist.collectives.plan import Ranks
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.results import noted
+from tfdist.collectives.transports.kernel_settings import with_zeros
 from tfdist.collectives.where import current_program, is_built_outside
-from tfdist.compression.words import with_zeros
 from tfdist.custom_gradients import with_adjoint
 from tfdist.graphs import tape
 

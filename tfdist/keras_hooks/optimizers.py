@@ -12,12 +12,11 @@ from tfdist.optimizers.late_scope import move_to_variables
 from tfdist.optimizers.loss_scaling import apply_unscaled, scale_loss
 from tfdist.optimizers.outside_ranks import in_scope_of, stands_outside_ranks, step_of_all_ranks
 from tfdist.optimizers.ownership import assign_owners, owner_of
-from tfdist.optimizers.publication import keep_exact_shards_of
-from tfdist.optimizers.residuals import keep_residuals_of
 from tfdist.optimizers.step import accumulates_partial_sums
 from tfdist.optimizers.support import check_no_overwriting, check_overrides, check_variables
 from tfdist.optimizers.target import variable_of
 from tfdist.sharding import MeshConfig, config_of, placement
+from tfdist.sharding.compression import COMPRESSION
 
 _OPTIMIZER = "keras.src.optimizers.base_optimizer.BaseOptimizer"
 _TF_OPTIMIZER = "keras.src.backend.tensorflow.optimizer.TFOptimizer"
@@ -41,10 +40,9 @@ def _build(original: Callable[..., None], self: Any, variables: Any) -> None:
     original(self, variables)  # averages and accumulators: elementwise, whatever the optimizer
     if config is not None:
         assign_owners(self, variables, config)
-        keep_exact_shards_of(self, variables, config)
         inner = getattr(self, "inner_optimizer", self)
         steppers = getattr(inner, "optimizers", [inner])
-        keep_residuals_of(self, variables, config, any(accumulates_partial_sums(one, config) for one in steppers))
+        COMPRESSION.now.keep_state(self, variables, config, any(accumulates_partial_sums(one, config) for one in steppers))
         self._distribution_strategy.extended.optimizers.setdefault(self, 0)
 
 

@@ -16,7 +16,7 @@ from tfdist.checkpoint import (
 )
 from tfdist.keras_hooks.table import replaces
 from tfdist.keras_layers import checkpoint_names
-from tfdist.sharding.exact_shards import complete_copies
+from tfdist.sharding.compression import COMPRESSION
 
 _MANY_WRITERS = "Every worker would write the same file, and a variable that is sharded can only be read by all workers together."
 
@@ -35,7 +35,7 @@ def _save_model(original: Callable[..., None], model: Any, filepath: Any, *args:
     path, zipped = str(filepath), given.get("zipped", True)
     refused = zipped != path.endswith(".keras") or (zipped and path.startswith("hf://"))
     if isinstance(filepath, io.IOBase):
-        complete_copies(model.variables)
+        COMPRESSION.now.complete_copies(model.variables)
     # An object in memory is no file: each worker fills its own. What Keras refuses, it refuses on every worker.
     if tfdist_strategy(model) is None or isinstance(filepath, io.IOBase) or refused:
         write(filepath)
@@ -196,11 +196,11 @@ def _export_plain(resources: list[Any], write: Callable[[], Any], is_for_all: bo
         return write()
     strategy = cluster_strategy_of(variables)
     if strategy is None:
-        complete_copies(variables)
+        COMPRESSION.now.complete_copies(variables)
         with plain_variables.plain(variables):
             return write()
     writes = is_for_all or strategy.cluster.is_chief
     with all_workers_inside(strategy, "export"):
-        complete_copies(variables)
+        COMPRESSION.now.complete_copies(variables)
         with plain_variables.plain(variables, only_read=not writes):
             return write() if writes else None

@@ -14,10 +14,10 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, group_ops, rank_program
 from tfdist.graphs import tape
 from tfdist.mesh import MESH_AXES
-from tfdist.optimizers.residuals import refuse_two_sums
 from tfdist.optimizers.step import accumulates_partial_sums, reduce_gradients, stepping_program, wholes_of
 from tfdist.optimizers.support import changes_gradients
 from tfdist.sharding import MeshConfig, Shard
+from tfdist.sharding.compression import COMPRESSION
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
 from tfdist.sharding.known_sums import KnownSums
 from tfdist.sharding.tape_gradients import TapeGradients
@@ -79,7 +79,7 @@ def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
         is_reduced = any(map(known.is_returned, found))
         is_partial = any(accumulates_partial_sums(each, config) for each in steppers)
         if is_partial and (looks_at_gradients or is_reduced):
-            refuse_two_sums(config)
+            COMPRESSION.now.refuse_two_sums(config)
             is_partial = False
         if is_partial:
             # A gradient of a rank without rows says nothing. The inner optimizer weighs the others.

@@ -7,7 +7,7 @@ What happens to a gradient follows from the placements of its variable:
     nothing sharded (stage 0)        all-reduce in buckets: the whole gradient
 
 With several sharding groups sums are taken in two levels (`sharding.shard_messages`), at stage 0 too. With
-`gradient_compression` gradients travel as `collectives.compressed` says.
+`gradient_compression` gradients travel as `extensions.compression.compressed` says.
 """
 
 import dataclasses

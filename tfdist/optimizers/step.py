@@ -17,13 +17,12 @@ from tfdist.optimizers.drift import check_drift
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.publication import publish
 from tfdist.optimizers.reduction import agreed, own_part, reduce_bucket, summand, summand_of_sum
-from tfdist.optimizers.residuals import refuse_two_sums
 from tfdist.optimizers.slots import publish_slots
 from tfdist.optimizers.support import changes_gradients, may_share
 from tfdist.optimizers.target import Target, local_part, variable_of
 from tfdist.optimizers.update import Updates, decays
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule
-from tfdist.sharding.error_feedback import ErrorFeedback
+from tfdist.sharding.compression import COMPRESSION
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.host_lead import is_on_chain, limit_lead
@@ -237,7 +236,7 @@ class _Step:
 
     def _keep_losses(self) -> None:
         """Writes what the gradients of this step have lost on their way, as far as they are summed."""
-        self._program.attachment(ErrorFeedback).write([target.variable for target in self._targets])
+        COMPRESSION.now.keep_losses(self._program, [target.variable for target in self._targets])
 
     def _note_reduction(self, bucket: int | None, members: Sequence[int]) -> None:
         known = self._program.attachment(KnownSums)
@@ -245,7 +244,7 @@ class _Step:
             known.note(self._given[place], self._grads[place])
         if self._flight is not None and bucket is not None:
             self._latest = self._grads[members[0]].op
-            self._flight.note_emitted(self._program.attachment(ErrorFeedback).encoded)
+            self._flight.note_emitted(COMPRESSION.now.encoded(self._program))
 
     def _update_parameters(self) -> None:
         self._program.attachment(UnshardSchedule).invalidate()
@@ -323,7 +322,7 @@ class _Step:
         if self._optimizer is not None and accumulates_partial_sums(self._optimizer, self._config):
             is_reduced = False
             if known.is_returned(given):
-                refuse_two_sums(self._config)
+                COMPRESSION.now.refuse_two_sums(self._config)
                 grad = summand_of_sum(known.part_of(given), target)
                 self._summed.add(len(self._grads))
             else:

@@ -28,7 +28,7 @@ class Target:
     stage              the rank steps on               published by
     0                  the copy that it stores         nothing: all ranks step alike
     1, 2               its shard of the copy           an all-gather of a bucket's shards
-    1, 2, rounded      its exact shard                 an all-gather of differences to the copies (`sharding.exact_shards`)
+    1, 2, rounded      its exact shard                 an all-gather of differences to the copies (`exact_shards`)
     3                  the shard that it stores        nothing
     1 to 3, owned      the whole, on its owner         a broadcast; the slots stay with the owner
 

@@ -15,8 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.compression import EXACT, BFloat16, Compressor, Int4, TopK, compressor_of
 from tfdist.mesh import DeviceMesh
+from tfdist.sharding.compression import COMPRESSION, EXACT, Compressor
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.placements import Shard
 from tfdist.sharding.zero import ZeroPlacements, placements_of
@@ -68,6 +68,10 @@ def _floating_dtype(name: str, value: Any) -> tf.DType:
     if dtype not in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
         raise errors.value_error(f"`{name}` must be a floating dtype or None (the variable's own).", **{name: value})
     return dtype
+
+
+def _compressor(name: str, value: Any) -> Compressor | None:
+    return COMPRESSION.now.compressor_of(name, value)
 
 
 def with_settings_listed(owner: type) -> type:
@@ -153,7 +157,7 @@ class ShardingConfig:
     )
     gradient_compression: str | Compressor | None = _setting(
         None,
-        compressor_of,
+        _compressor,
         'how gradients travel over the data ranks in fewer bytes: "int8", "int4", "top_k" (the largest exactly, the rest in '
         'int8), "bfloat16", or one of `tfdist.compression`, such as `Int8(block_size=128)`. Variables of one dimension or of '
         "fewer than 4,096 elements travel exactly. It pays between machines, not within one: see docs/compression.md. None: "
@@ -161,7 +165,7 @@ class ShardingConfig:
     )
     parameter_compression: str | Compressor | None = _setting(
         None,
-        compressor_of,
+        _compressor,
         'stages 1-3: how parameters travel in fewer bytes: "int8", "bfloat16", or one of `tfdist.compression`; at stages 1 and '
         '2, which send what a step has changed, "int4" and "top_k", too. Ranks then compute with rounded weights, and update '
         "exact ones; "
@@ -207,8 +211,8 @@ class ShardingConfig:
         for field in dataclasses.fields(ShardingConfig):
             object.__setattr__(self, field.name, field.metadata["check"](field.name, getattr(self, field.name)))
         self._check_parameter_compression()
-        compressor = compressor_of("gradient_compression", self.gradient_compression)
-        is_said_twice = self.reduce_dtype == tf.bfloat16 and compressor == BFloat16()
+        compressor = _compressor("gradient_compression", self.gradient_compression)
+        is_said_twice = self.reduce_dtype == tf.bfloat16 and compressor == _compressor("reduce_dtype", "bfloat16")
         if compressor is not None and self.reduce_dtype is not None and not is_said_twice:
             raise errors.value_error(
                 "`gradient_compression` and `reduce_dtype` say different things of how gradients travel.",
@@ -219,19 +223,22 @@ class ShardingConfig:
 
     def _check_parameter_compression(self) -> None:
         given = {"parameter_compression": self.parameter_compression, "zero_stage": self.zero_stage}
-        if self.parameter_compression is not None and self.zero_stage == 0:
+        compressor = _compressor("parameter_compression", self.parameter_compression)
+        if compressor is None:
+            return
+        if self.zero_stage == 0:
             raise errors.value_error(
                 "`parameter_compression` says how parameters travel, and at stage 0 none do: every rank updates all of them.",
                 fix="Use `zero_stage=1`, or leave it out: `gradient_compression` compresses all that travels there.",
                 **given,
             )
-        if isinstance(self.parameter_compression, Compressor) and self.parameter_compression.feedback is not None:
+        if compressor.feedback is not None:
             raise errors.value_error(
                 "`parameter_compression` needs no error feedback: what a step's differences lose is sent with those of the next.",
                 fix="Leave `error_feedback` out here; `gradient_compression` takes it.",
                 **given,
             )
-        if isinstance(self.parameter_compression, Int4 | TopK) and self.zero_stage == 3:
+        if self.zero_stage == 3 and not compressor.suits_weights:
             raise errors.value_error(
                 '`parameter_compression` must be "int8", "bfloat16", one like these, or None at stage 3: weights lose too much '
                 "otherwise.",
@@ -305,8 +312,8 @@ class MeshConfig(ShardingConfig):
     def compressor(self) -> Compressor | None:
         """What `gradient_compression`, or the `reduce_dtype` that is another name of it, means; None: nothing is compressed."""
         if self.gradient_compression is None and self.reduce_dtype == tf.bfloat16:
-            return BFloat16()
-        return compressor_of("gradient_compression", self.gradient_compression)
+            return _compressor("reduce_dtype", "bfloat16")
+        return _compressor("gradient_compression", self.gradient_compression)
 
     @property
     def compressing_setting(self) -> dict[str, Any]:
@@ -330,7 +337,7 @@ class MeshConfig(ShardingConfig):
 
     def parameter_compressor_of(self, layout: Layout) -> Compressor | None:
         """Returns how a parameter of `layout` travels; None: nothing is compressed."""
-        compressor = compressor_of("parameter_compression", self.parameter_compression)
+        compressor = _compressor("parameter_compression", self.parameter_compression)
         if compressor is None or self.mesh.num_shards == 1:
             return None
         return EXACT if travels_exactly(layout.shape) else compressor

@@ -21,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import OfBranch, RankProgram
-from tfdist.compression.words import with_zeros
+from tfdist.collectives.transports.kernel_settings import with_zeros
 from tfdist.graphs import tape
 from tfdist.placements import table
 from tfdist.placements.facts import Facts

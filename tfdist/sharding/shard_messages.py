@@ -15,12 +15,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, assign_buckets, compressed, group_ops
+from tfdist.collectives import RankProgram, assign_buckets, group_ops
 from tfdist.collectives.plan import Ranks
 from tfdist.collectives.transports.transport import sum_dtype
 from tfdist.sharding import packing
+from tfdist.sharding.compression import COMPRESSION
 from tfdist.sharding.config import MeshConfig
-from tfdist.sharding.error_feedback import ErrorFeedback
 from tfdist.sharding.gradient_weight import weighted
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.placements import Shard
@@ -55,7 +55,7 @@ def gather_parameters(
     names = [variable.name.partition(":")[0] for variable in variables]
     program.plan.parameters[program.rank].update(zip(names, chosen, strict=True))
     exact = [tf.cast(shard, tf.float32) for shard in shards]
-    gathered = compressed.all_gather(program, exact, chosen, sharding_group(program, layouts), label)
+    gathered = COMPRESSION.now.all_gather(program, exact, chosen, sharding_group(program, layouts), label)
     return [tf.cast(whole, dtype) for whole in packing.fulls_of(gathered, layouts, program.constant)]
 
 
@@ -95,7 +95,7 @@ def gather_over_tensor(program: RankProgram, local: tf.Tensor, layout: Layout, l
 class SumOfGradients:
     """How the sums of the data ranks' whole gradients of `variables` are formed, in one message, sent as `config` says.
 
-    Of the variables the plan says how their gradients travel, and what they lose on the way is kept (see `error_feedback`).
+    Compressed, the plan says of the variables how their gradients travel, and what they lose on the way may be kept.
 
     Attributes:
         layouts: of what each rank keeps of the sums.
@@ -115,7 +115,7 @@ class SumOfGradients:
         rows = packing.rows_of(summands, self.layouts, program.constant)
         if self._is_compressed_whole:
             rows = [weighted(tf.cast(row, tf.float32), self.weight) for row in rows]
-            return self._compressed(compressed.reduce_scatter, rows, ranks, self.label, dtype)
+            return COMPRESSION.now.reduce_scatter(self, rows, ranks, dtype)
         rows = [weighted(row, self.weight) for row in rows]
         rows = [tf.cast(row, config.travel_dtype(row.dtype)) for row in rows]
         is_hybrid = self.layouts[0].mesh.is_hybrid
@@ -130,7 +130,7 @@ class SumOfGradients:
         if self._is_compressed_whole:
             parts = [weighted(tf.cast(tf.reshape(summand, [-1]), tf.float32), self.weight) for summand in summands]
             ranks = sharding_group(self.program, self.layouts)
-            sums = self._compressed(compressed.all_reduce, parts, ranks, self.label, dtype)
+            sums = COMPRESSION.now.all_reduce(self, parts, ranks, self.label, dtype)
             return [tf.reshape(total, layout.local_shape) for total, layout in zip(sums, self.layouts, strict=True)]
         flat = [dataclasses.replace(layout, data=Shard()) for layout in self.layouts]
         wide = sum_dtype(dtype)
@@ -142,26 +142,13 @@ class SumOfGradients:
     def _is_compressed_whole(self) -> bool:
         return self.config.compresses and not self.layouts[0].mesh.is_hybrid
 
-    def _compressed(
-        self, send: Callable[..., compressed.Sums], parts: Sequence[tf.Tensor], ranks: Ranks, label: str, dtype: tf.DType
-    ) -> list[tf.Tensor]:
-        """Returns the sums, as `dtype`, that `send` of `compressed` forms over `ranks` of their `parts`, of float32."""
-        program, variables = self.program, self.variables
-        compressors = [self.config.compressor_of(variable.layout) for variable in variables]
-        names = [variable.name.partition(":")[0] for variable in variables]
-        program.plan.gradients[program.rank].update(zip(names, compressors, strict=True))
-        feedback: ErrorFeedback = program.attachment(ErrorFeedback)
-        sums, words, losses = send(program, feedback.added(variables, parts, compressors), compressors, ranks, label)
-        feedback.note(variables, losses, words)
-        return [tf.cast(total, dtype) for total in sums]
-
     def _over_groups(self, shards: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the sums of the sharding groups' `shards`, (L,) each."""
         program, label = self.program, f"{self.label}/between_groups"
         ranks = self.layouts[0].mesh.group_ranks("replicate", program.rank)
         if self.config.compresses:
             shards = [tf.cast(shard, tf.float32) for shard in shards]
-            return self._compressed(compressed.all_reduce, shards, ranks, label, tf.float32)
+            return COMPRESSION.now.all_reduce(self, shards, ranks, label, tf.float32)
         packed = tf.cast(packing.side_by_side(shards, program.constant), self.config.travel_dtype(shards[0].dtype))
         total = group_ops.all_reduce(program, packed, ranks, "sum", label)
         return packing.apart(total, [shard.shape for shard in shards], program.constant)

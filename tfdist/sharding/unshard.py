@@ -27,8 +27,8 @@ from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.repair import Repair
 from tfdist.sharding import host_lead
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
+from tfdist.sharding.compression import COMPRESSION
 from tfdist.sharding.config import config_of
-from tfdist.sharding.error_feedback import ErrorFeedback
 from tfdist.sharding.gradient_numbers import GradientNumbers
 from tfdist.sharding.gradient_stubs import GradientStubs, Stub
 from tfdist.sharding.gradient_weight import GradientWeight, without_weight
@@ -382,7 +382,7 @@ class UnshardSchedule(OfBranch):
             for stub, shard in zip(members, shards, strict=True):
                 self._stubs.note_reduced(stub, shard)
             sent.append(shards[0])
-            encoded += self._program.attachment(ErrorFeedback).encoded
+            encoded += COMPRESSION.now.encoded(self._program)
         return sent, encoded
 
     def _own_emission(self) -> contextlib.AbstractContextManager[None]:

@@ -23,6 +23,7 @@ from tfdist.placements import eager, repair
 from tfdist.placements.replicas import ReplicaCount
 from tfdist.runtime import give_back_free_memory, helping_another, out_of_memory
 from tfdist.sharding import KeptWeights, MeshConfig
+from tfdist.sharding.compression import COMPRESSION
 from tfdist.sharding.known_sums import KnownSums
 from tfdist.sharding.sharded_activations import WHOLE
 from tfdist.strategy import rows_apart, sums_again
@@ -50,7 +51,7 @@ class ShardedExtendedMixin(VariableCreation):
     def _check_compression(self) -> None:
         """Refuses compression that would send more, once it is known how the groups' bytes travel."""
         if self._sharding.compressor is not None:
-            collectives.check_it_pays(self.communicator, self._sharding.compressor, self._sharding.compressing_setting)
+            COMPRESSION.now.check_it_pays(self.communicator, self._sharding.compressor, self._sharding.compressing_setting)
 
     # Running
 

@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import SAME_HOST, Communicator, choose_transport
-from tfdist.compression import Compressor
 from tfdist.mesh import worker_devices
 from tfdist.runtime import Cluster, Coordination, FailureWatch, Turns, Watched, coordination, read_cluster, share_cores
 from tfdist.sharding import MeshConfig, ShardingConfig, settings_of
+from tfdist.sharding.compression import Compressor
 from tfdist.strategy.extended import ShardedMirroredExtended
 from tfdist.strategy.multi_worker_extended import ShardedCollectiveExtended
 from tfdist.strategy.sharded_mixin import ShardedStrategyMixin, takes_settings

@@ -16,9 +16,15 @@ import tensorflow as tf
 from tfdist.collectives.instance_keys import log2_ceiling, power_of_two
 from tfdist.collectives.plan import TensorLike
 from tfdist.collectives.program import RankProgram
-from tfdist.collectives.transports.kernel_settings import WIDENED, byte_dtype, from_bytes, kernel_arguments, reduction_dtype
+from tfdist.collectives.transports.kernel_settings import (
+    WIDENED,
+    byte_dtype,
+    from_bytes,
+    kernel_arguments,
+    reduction_dtype,
+    with_zeros,
+)
 from tfdist.collectives.transports.transport import MessageTransport
-from tfdist.compression.words import with_zeros
 
 
 class KernelMessages(MessageTransport):

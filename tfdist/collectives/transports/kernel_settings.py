@@ -36,6 +36,17 @@ def from_bytes(moved: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return moved if moved.dtype == dtype else tf.bitcast(moved, dtype)
 
 
+def with_zeros(x: tf.Tensor, missing: int | tf.Tensor, axis: int = 0) -> tf.Tensor:
+    """Returns `x` with `missing` zeros behind it along `axis`; its other dimensions are known.
+
+    `tf.pad` has no kernel for int64 and uint16 on GPUs: labels would travel to the host and back.
+    """
+    if isinstance(missing, int) and missing == 0:
+        return x
+    zeros = tf.zeros([*x.shape[:axis], missing, *x.shape[axis + 1 :]], x.dtype)
+    return tf.concat([x, zeros], axis)
+
+
 def kernel_arguments(
     program: RankProgram, hint: str, group_size: int, group_key: int, instance_key: Any, label: str
 ) -> dict[str, Any]:

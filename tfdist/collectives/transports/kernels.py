@@ -35,10 +35,16 @@ from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.plan import Ranks, TensorLike
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernel_messages import KernelMessages, OrderedMessages, by_broadcast, by_sum, reduced
-from tfdist.collectives.transports.kernel_settings import as_bytes, byte_dtype, from_bytes, kernel_arguments, reduction_dtype
+from tfdist.collectives.transports.kernel_settings import (
+    as_bytes,
+    byte_dtype,
+    from_bytes,
+    kernel_arguments,
+    reduction_dtype,
+    with_zeros,
+)
 from tfdist.collectives.transports.member_order import in_group_order, in_kernel_order
 from tfdist.collectives.transports.transport import Transport, sum_dtype
-from tfdist.compression.words import with_zeros
 
 # AllToAllV2 names a message by its two ranks, written without a separator: in a larger group of one process "1" to "11"
 # and "11" to "1" are one name, and blocks are silently exchanged.

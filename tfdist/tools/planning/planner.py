@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from tfdist import errors
-from tfdist.compression import compressor_of
+from tfdist.extensions.compression import compressor_of
 from tfdist.sharding import ShardingConfig
 from tfdist.tools.planning.data_sheets import from_sheet
 from tfdist.tools.planning.dry_run import dry_run_of

@@ -15,7 +15,7 @@ import collections
 import dataclasses
 from collections.abc import Sequence
 
-from tfdist.compression import Compressor, compressor_of
+from tfdist.extensions.compression import Compressor, compressor_of
 from tfdist.extensions.pipeline.stages.costs import bytes_per_example
 from tfdist.sharding import ShardingConfig, travels_exactly
 from tfdist.tools.planning.candidate import Candidate

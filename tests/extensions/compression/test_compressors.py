@@ -7,7 +7,7 @@ import numpy_compressors as model
 import pytest
 import tensorflow as tf
 
-from tfdist.compression import NAMES, BFloat16, Compressor, Exact, Int4, Int8, TopK, compressor_of
+from tfdist.extensions.compression import NAMES, BFloat16, Compressor, Exact, Int4, Int8, TopK, compressor_of
 
 pytestmark = pytest.mark.as_traced
 

@@ -18,8 +18,9 @@ import dataclasses
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.compression.compressor import Compressor
-from tfdist.compression.words import joined, packed, parted, unpacked, with_zeros
+from tfdist.collectives.transports.kernel_settings import with_zeros
+from tfdist.extensions.compression.words import joined, packed, parted, unpacked
+from tfdist.sharding.compression import Compressor
 
 _SMALLEST_SCALE = 2.0**-126
 
@@ -124,6 +125,8 @@ class Int4(_Blocks):
     Raises:
         ValueError: `block_size` is no positive multiple of 8.
     """
+
+    suits_weights = False
 
     block_size: int = 32
 

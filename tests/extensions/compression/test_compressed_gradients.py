@@ -10,7 +10,7 @@ from compressed_training import adam, assert_each_step_is, batches, sgd, sharded
 from grids import exhaustive
 from training import strategy_for
 
-from tfdist.compression import Int4, Int8, TopK
+from tfdist.extensions.compression import Int4, Int8, TopK
 
 pytestmark = pytest.mark.as_traced
 

@@ -30,7 +30,7 @@ from keras.src.saving import saving_lib
 from training import CLASSES, FEATURES, one_device, strategy_for
 
 import tfdist
-from tfdist.compression import Int4, Int8, TopK
+from tfdist.extensions.compression import Int4, Int8, TopK
 from tfdist.optimizers import plan
 
 pytestmark = pytest.mark.as_traced

@@ -17,11 +17,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, cross_replica_of, group_ops
-from tfdist.compression import Compressor
 from tfdist.mesh import Coordinate
 from tfdist.sharding import packing
 from tfdist.sharding.apart import apart
 from tfdist.sharding.assembly import gather_whole
+from tfdist.sharding.compression import Compressor
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.placements import Replicate, Shard
 

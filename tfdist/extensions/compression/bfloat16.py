@@ -4,8 +4,8 @@ import dataclasses
 
 import tensorflow as tf
 
-from tfdist.compression.compressor import Compressor
-from tfdist.compression.words import joined, packed, parted, unpacked
+from tfdist.extensions.compression.words import joined, packed, parted, unpacked
+from tfdist.sharding.compression import Compressor
 
 
 @dataclasses.dataclass(frozen=True)

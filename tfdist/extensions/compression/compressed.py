@@ -18,7 +18,7 @@ from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.plan import Ranks
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernel_settings import from_bytes
-from tfdist.compression import Compressor
+from tfdist.sharding.compression import Compressor
 
 
 class Sums(NamedTuple):

@@ -3,10 +3,10 @@
 from typing import Any
 
 from tfdist import errors
-from tfdist.compression.bfloat16 import BFloat16
-from tfdist.compression.blocks import Int4, Int8
-from tfdist.compression.compressor import Compressor
-from tfdist.compression.top_k import TopK
+from tfdist.extensions.compression.bfloat16 import BFloat16
+from tfdist.extensions.compression.blocks import Int4, Int8
+from tfdist.extensions.compression.top_k import TopK
+from tfdist.sharding.compression import Compressor
 
 NAMES: dict[str, Compressor] = {"bfloat16": BFloat16(), "int8": Int8(), "int4": Int4(), "top_k": TopK()}
 

@@ -34,7 +34,7 @@ from training import one_device, strategy_for
 import tfdist
 from tests import workers
 from tfdist.collectives import RING
-from tfdist.compression import BFloat16, Compressor, Exact, Int8, TopK
+from tfdist.extensions.compression import BFloat16, Compressor, Exact, Int8, TopK
 
 pytestmark = pytest.mark.as_traced
 

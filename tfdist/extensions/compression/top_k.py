@@ -15,9 +15,10 @@ import math
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.compression.blocks import Int4, Int8
-from tfdist.compression.compressor import Compressor
-from tfdist.compression.words import joined, packed, parted, unpacked, with_zeros
+from tfdist.collectives.transports.kernel_settings import with_zeros
+from tfdist.extensions.compression.blocks import Int4, Int8
+from tfdist.extensions.compression.words import joined, packed, parted, unpacked
+from tfdist.sharding.compression import Compressor
 
 _CHUNK = 4096
 _BLOCK = 16
@@ -40,6 +41,8 @@ class TopK(Compressor):
     Raises:
         ValueError: `fraction` is outside (0, 1], `rest` is none of these, or `error_feedback` is none, or has one of its own.
     """
+
+    suits_weights = False
 
     fraction: float = 0.01
     rest: str | None = "int8"

@@ -21,12 +21,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, compressed
-from tfdist.compression import EXACT
+from tfdist.collectives import RankProgram
+from tfdist.extensions.compression import compressed
 from tfdist.graphs import tape
+from tfdist.optimizers.ownership import owner_of
+from tfdist.optimizers.support import is_wrapper
+from tfdist.optimizers.target import variable_of
 from tfdist.sharding import packing
 from tfdist.sharding.apart import outside_ranks
 from tfdist.sharding.assembly import assemble
+from tfdist.sharding.compression import EXACT
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.placement_request import placement
 from tfdist.sharding.replicated_variables import ReplicatedMirroredVariable
@@ -34,6 +38,17 @@ from tfdist.sharding.variable import ShardedVariable
 from tfdist.sharding.watched_writes import watch_writes
 
 _OF_COPY = "_tfdist_exact_shard"
+
+
+def keep_exact_shards_of(optimizer: Any, variables: Sequence[Any], config: MeshConfig) -> None:
+    """Lets the ranks update exact shards of those of `variables` whose copies are to be rounded, from the first step on.
+
+    What `optimizer` steps on as a whole travels exactly, and so does what has a constraint: it may look at whole copies, and what
+    it makes of them is what counts.
+    """
+    for variable in () if is_wrapper(optimizer) else variables:
+        if owner_of(optimizer, variable) is None and getattr(variable, "constraint", None) is None:
+            keep_exact_shards(variable_of(variable), config)
 
 
 def keep_exact_shards(variable: Any, config: MeshConfig) -> None:

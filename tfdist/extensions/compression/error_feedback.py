@@ -23,7 +23,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import RankProgram
 from tfdist.collectives.where import is_visible
-from tfdist.compression import Compressor
+from tfdist.sharding.compression import Compressor
 
 
 @dataclasses.dataclass

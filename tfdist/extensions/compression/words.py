@@ -10,16 +10,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-
-def with_zeros(x: tf.Tensor, missing: int | tf.Tensor, axis: int = 0) -> tf.Tensor:
-    """Returns `x` with `missing` zeros behind it along `axis`; its other dimensions are known.
-
-    `tf.pad` has no kernel for int64 and uint16 on GPUs: labels would travel to the host and back.
-    """
-    if isinstance(missing, int) and missing == 0:
-        return x
-    zeros = tf.zeros([*x.shape[:axis], missing, *x.shape[axis + 1 :]], x.dtype)
-    return tf.concat([x, zeros], axis)
+from tfdist.collectives.transports.kernel_settings import with_zeros
 
 
 def packed(x: tf.Tensor) -> tf.Tensor:

@@ -13,10 +13,11 @@ from training import one_device, strategy_for
 import tfdist
 from tests import workers
 from tests.devices import kind, names
-from tfdist.collectives import NCCL, RING, Communicator, check_it_pays
-from tfdist.compression import NAMES, Compressor, Int4, Int8, TopK
+from tfdist.collectives import NCCL, RING, Communicator
+from tfdist.extensions.compression import NAMES, Compressor, Int4, Int8, TopK
+from tfdist.extensions.compression.compressed import check_it_pays
+from tfdist.extensions.compression.exact_shards import complete_copies
 from tfdist.mesh import DeviceMesh
-from tfdist.sharding.exact_shards import complete_copies
 
 pytestmark = pytest.mark.as_traced
 

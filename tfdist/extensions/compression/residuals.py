@@ -1,4 +1,4 @@
-"""What compressed gradients of an optimizer's variables have lost (`sharding.residuals`): made, counted in units, and saved.
+"""What compressed gradients of an optimizer's variables have lost (`residual`): made, counted in units, and saved.
 
 It is kept in units of gradients without a loss scale, which changes from step to step. A layer of the optimizer has it in Keras's
 files, apart from the optimizer's variables, so that these are in a file what they are without it:
@@ -16,10 +16,10 @@ import keras
 import numpy as np
 
 from tfdist import errors
+from tfdist.extensions.compression.residual import Residual
 from tfdist.optimizers.support import is_wrapper
 from tfdist.optimizers.target import variable_of
 from tfdist.sharding import MeshConfig
-from tfdist.sharding.residuals import Residual
 
 
 class Residuals(keras.layers.Layer):
