@@ -52,7 +52,7 @@ def kernel_arguments(
 ) -> dict[str, Any]:
     """Returns the arguments by which a kernel finds its group (the key) and its call in it (the instance key), and its name."""
     return {
-        "name": "collective_" + re.sub("[^A-Za-z0-9_.]", "_", label),
+        "name": "Collective_" + re.sub("[^A-Za-z0-9_.]", "_", label),
         "group_size": program.constant(group_size),
         "group_key": program.constant(group_key),
         "instance_key": instance_key,
