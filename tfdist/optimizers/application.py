@@ -107,4 +107,4 @@ def apply(optimizer: Any, grads: Any, trainable_variables: Any, config: MeshConf
         if grads:
             grads, variables = optimizer._filter_empty_gradients(grads, variables)
         apply_gradients(optimizer, grads, variables, config)
-    optimizer._iterations.assign_add(1)
+        optimizer._iterations.assign_add(1)  # here: what an optimizer assigns is looked at no further
