@@ -1,6 +1,6 @@
 """The devices that tests train on: four logical CPUs, or parts of one card.
 
-Whoever has a card runs the tests of numbers on it, each process of pytest with so many MiB for each of four parts (docs/gpus.md):
+Whoever has a card runs the tests of numbers on it, each process of pytest with so many MiB for each of four parts:
 
     TFDIST_TESTS_GPU_MIB=900 pytest -n 12 tests/programs tests/parity tests/keras_layers
 

@@ -55,7 +55,7 @@ def test_a_step_can_run_on_gpus(transport, step):
 
 
 def test_ids_of_int64_never_wait_for_the_gpu():
-    """What docs/gpus.md advises: Keras's embedding of int32 ids moves them to the host and back in every step."""
+    """What docs/notes/gpus.md advises: Keras's embedding of int32 ids moves them to the host and back in every step."""
     with as_gpus("nccl"):
         of_int64, of_int32 = (findings(STEPS[f"words as {dtype}/stage 3"]()) for dtype in ("int64", "int32"))
     assert not [finding for finding in of_int64 if finding.kind == "to the host"]

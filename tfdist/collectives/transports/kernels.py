@@ -24,7 +24,7 @@ They take the memory of what is received and no more, which an all-gather would 
 
 Note: half-precision sums on GPUs. An all-to-all, whose receiver sums in float32, is taken wherever there is one: for
 reduce-scatters always, for all-reduces of bfloat16 where the bytes are worth a second message. Between processes NCCL has none,
-and float32 travels. docs/gpus.md (half precision on the wire) has the bytes of each way, and what else was considered.
+and float32 travels. docs/notes/gpus.md (half precision on the wire) has the bytes of each way, and what else was considered.
 """
 
 from typing import Any
