@@ -1052,7 +1052,7 @@ def test_a_variable_without_a_value_stands_for_another(cpus):
 
 
 def test_shards_are_known_by_their_handles(cpus):
-    """sharding/kept_weights.py: a component knows its container, and its class can be one that tells of assignments."""
+    """sharding/weight_cache.py: a component knows its container, and its class can be one that tells of assignments."""
     with tf.distribute.MirroredStrategy(cpus[:2]).scope():
         variable = tf.Variable(1.0)
     component = variable.values[1]

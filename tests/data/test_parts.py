@@ -6,7 +6,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.devices import names
-from tfdist.data import Ends, parts
+from tfdist.data import EndOfData, parts
 
 Dataset = tf.data.Dataset
 UNKNOWN, ENDLESS = parts.UNKNOWN, parts.ENDLESS
@@ -20,7 +20,7 @@ def made_alike(datasets, devices=1):
     """What each worker makes of its part."""
     told = [parts.description(dataset) for dataset in datasets]
     tasks = tuple(f"worker {index}" for index in range(len(datasets)))
-    each = [Ends(tasks, index, tuple(range(len(datasets)))) for index in range(len(datasets))]
+    each = [EndOfData(tasks, index, tuple(range(len(datasets)))) for index in range(len(datasets))]
     return [parts.as_long_as_others(dataset, told, ends, devices) for dataset, ends in zip(datasets, each, strict=True)]
 
 
@@ -50,7 +50,7 @@ def test_endless_and_unknown_parts():
     assert rows_of(endless.take(3)) == [4, 4, 4] and rows_of(finite.take(3)) == [4, 0, 0]
     for other in (batches, batches.repeat()):
         for dataset, steps, ends in made_alike([other, batches.filter(lambda _: True)]):
-            assert steps == UNKNOWN and isinstance(ends, Ends) and dataset.element_spec.shape == [None]
+            assert steps == UNKNOWN and isinstance(ends, EndOfData) and dataset.element_spec.shape == [None]
     assert parts.longest([3, ENDLESS, UNKNOWN]) == UNKNOWN and parts.longest([3, ENDLESS]) == ENDLESS
 
 
@@ -96,7 +96,7 @@ def test_where_sizes_are_unknown_every_step_asks():
     )
     for lengths in ((2, 1), (2, 0)):
         datasets = [varying.take(length).apply(tf.data.experimental.assert_cardinality(length)) for length in lengths]
-        assert [(steps, isinstance(ends, Ends)) for _, steps, ends in made_alike(datasets)] == [(2, True)] * 2
+        assert [(steps, isinstance(ends, EndOfData)) for _, steps, ends in made_alike(datasets)] == [(2, True)] * 2
     assert [ends for _, _, ends in made_alike([varying.apply(tf.data.experimental.assert_cardinality(2))] * 2)] == [None] * 2
 
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_one_job():
     batches = Dataset.range(8).batch(4)
     with pytest.raises(ValueError, match=r"of one kind.*worker 0 has .*int64.* and worker 1 has .*float32"):
         made_alike([batches, batches.map(lambda x: tf.cast(x, tf.float32))])
-    same = Ends(("worker 0", "worker 1"), 0, (0, 0))
+    same = EndOfData(("worker 0", "worker 1"), 0, (0, 0))
     with pytest.raises(ValueError, match="that of worker 0 has 2 batches and that of worker 1 has 1"):
         parts.as_long_as_others(batches, [parts.description(batches), parts.description(batches.take(1))], same, 1)
     with pytest.raises(ValueError, match=r"must return a `tf.data.Dataset`.*Received: dataset=\[1\]"):
@@ -130,7 +130,7 @@ def test_what_cannot_be_one_job():
     ],
 )
 def test_workers_that_read_the_same_end_together(of_each, have_next, short):
-    ends = Ends(("worker 0", "worker 1", "worker 2"), 0, of_each)
+    ends = EndOfData(("worker 0", "worker 1", "worker 2"), 0, of_each)
     batches = tf.constant([4 + flag for flag in have_next], tf.int64)
 
     def check():

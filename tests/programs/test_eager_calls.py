@@ -187,7 +187,7 @@ def assembled(monkeypatch):
 
 
 def _kept_bytes(strategy):
-    return strategy.extended.kept_weights.kept_bytes
+    return strategy.extended.weight_cache.kept_bytes
 
 
 BYTES = (6 * 5 + 5 + 5 + 1) * 4
@@ -269,7 +269,7 @@ def test_what_can_be_gathered():
 def test_nothing_is_kept_that_was_put_together_while_a_step_ran(monkeypatch):
     strategy = strategy_for(2, 3)
     model = _mlp(strategy)
-    kept = strategy.extended.kept_weights
+    kept = strategy.extended.weight_cache
     with kept.written():  # another thread's step
         model(X)
     assert kept.kept_bytes == 0

@@ -11,7 +11,7 @@ from grids import exhaustive
 from training import BATCH, small, strategy_for, vectors
 
 from tests.programs.comparing import SHARDED, assert_as_on_one_device
-from tfdist.strategy import sums_again
+from tfdist.strategy import double_sums
 
 pytestmark = pytest.mark.as_traced
 
@@ -133,7 +133,7 @@ def test_summing_what_is_computed_of_sums_is_told(is_traced, zero_stage):
                 warnings.simplefilter("always")
                 strategy.reduce(how, value, axis=None)
             told.append(any("computed of the gradients of the whole batch" in str(one.message) for one in found))
-            sums_again._told.clear()
+            double_sums._told.clear()
         assert told == [False, False, False, True, True, False]
 
     (tf.function(step, autograph=False) if is_traced else step)(tf.ones((4, 15)))

@@ -31,9 +31,9 @@ from tfdist import errors
 from tfdist.checkpoint.discarding import DiscardingStore
 from tfdist.checkpoint.saving import read_state
 from tfdist.sharding import PartialSyncOnReadVariable
-from tfdist.sharding.apart import apart
 from tfdist.sharding.keras_scope import global_generator, set_global_generator
 from tfdist.sharding.rank_values import assign_rank_values, holds_summands, rank_values, whole_of
+from tfdist.sharding.separate_thread import in_separate_thread
 
 State = dict[str, np.ndarray]
 
@@ -51,7 +51,7 @@ def extra_state(model: Any) -> State:
 def restore_extra_state(model: Any, state: State) -> None:
     """Puts back what `extra_state` has returned, in this process or another; the weights have been loaded."""
     if global_generator() is None and any(name.startswith("keras.random/") for name in state):
-        set_global_generator(apart(lambda: keras.random.SeedGenerator(0)))
+        set_global_generator(in_separate_thread(lambda: keras.random.SeedGenerator(0)))
     _assign(_variables(model), state)
 
 

@@ -24,7 +24,7 @@ from tensorflow.python.distribute import device_util, input_lib
 from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_dataset_ops
 
-from tfdist.data.ends import Ends
+from tfdist.data.end_of_data import EndOfData
 from tfdist.data.iterator import DistributedIterator, InTurn
 from tfdist.data.kept_functions import keep, kept
 from tfdist.mesh import are_cpus
@@ -61,7 +61,7 @@ class _Iterated:
         known = self._input_workers, self._element_spec, self._strategy, self._options
         return self._spec(*known, self._cardinality, self._enable_get_next_as_optional)
 
-    def end_after(self, steps: int, ends: Ends | None) -> Self:
+    def end_after(self, steps: int, ends: EndOfData | None) -> Self:
         """Lets iterators end after so many steps, which may be unknown, as `ends` tells; None: on all workers together."""
         self._cardinality = np.int64(steps)
         self._enable_get_next_as_optional = ends or False

@@ -18,7 +18,7 @@ from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDat
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from tfdist import errors
-from tfdist.data.ends import plain_errors
+from tfdist.data.end_of_data import plain_errors
 from tfdist.runtime import random_states
 from tfdist.sharding import config_of
 

@@ -4,7 +4,7 @@ TensorFlow's asks at every step which devices have a batch, where shapes may var
 it is known from the dataset whether that can be (`ends`):
 
     False       the devices of all workers reach the end together: nobody asks
-    an `Ends`   workers may reach it one before the other: each step begins with a message
+    an `EndOfData`   workers may reach it one before the other: each step begins with a message
 
 The attribute is TensorFlow's, which hands it on wherever it makes one iterator, or its spec, of another, and asks only whether it
 is true. The base classes are private to TensorFlow: tests/data/test_device_iterators.py fails when they change.
@@ -21,7 +21,7 @@ from tensorflow.python.ops import cond
 
 from tfdist import errors
 from tfdist.collectives import cross_replica_of
-from tfdist.data.ends import Ends
+from tfdist.data.end_of_data import EndOfData
 from tfdist.data.parts import num_unknown_sizes, unknown_sizes, without_rows
 from tfdist.mesh import are_cpus
 
@@ -80,7 +80,7 @@ class DistributedIterator(input_lib.DistributedIterator):
     batches: tf.Tensor | None = None
 
     @property
-    def _ends(self) -> Ends | None:
+    def _ends(self) -> EndOfData | None:
         return self._enable_get_next_as_optional or None
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.data.ends import Ends
+from tfdist.data.end_of_data import EndOfData
 
 UNKNOWN, ENDLESS = tf.data.UNKNOWN_CARDINALITY, tf.data.INFINITE_CARDINALITY
 
@@ -60,8 +60,8 @@ def description(dataset: tf.data.Dataset) -> str:
 
 
 def as_long_as_others(
-    dataset: tf.data.Dataset, descriptions: Sequence[str], ends: Ends, devices: int
-) -> tuple[tf.data.Dataset, int, Ends | None]:
+    dataset: tf.data.Dataset, descriptions: Sequence[str], ends: EndOfData, devices: int
+) -> tuple[tf.data.Dataset, int, EndOfData | None]:
     """Returns this worker's part as one that ends when those of all workers do.
 
     Args:

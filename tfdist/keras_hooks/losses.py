@@ -11,7 +11,6 @@ from tfdist import errors
 from tfdist.collectives import rank_program
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, replaces
 from tfdist.keras_layers.in_stages import InStages
-from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.global_losses import (
     MEANS,
     is_own_mean,
@@ -25,6 +24,7 @@ from tfdist.losses.global_losses import (
 from tfdist.losses.sliced_batch import is_on_trial
 from tfdist.losses.step_gradients import gradient_of_targets, is_of_weights, weighted_in_gradient
 from tfdist.losses.trainer_step import eager_losses, of_trainer, trainer_step
+from tfdist.losses.undivided_batch import is_given_everywhere
 from tfdist.optimizers.application import noted
 from tfdist.placements.facts import have_met
 from tfdist.placements.redistribute import Redistribution

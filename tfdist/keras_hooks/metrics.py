@@ -11,7 +11,7 @@ from tensorflow.python.autograph.impl import api as autograph
 
 from tfdist.keras_hooks.losses import steps_of
 from tfdist.keras_hooks.table import ORIGINAL, TENSORFLOW_TRAINER, is_users, replaces
-from tfdist.losses.given_batch import of_given_batches
+from tfdist.losses.undivided_batch import of_given_batches
 from tfdist.metrics import global_results, updates
 from tfdist.sharding import config_of, placement, request_placement
 

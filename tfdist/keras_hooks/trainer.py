@@ -15,8 +15,8 @@ from tfdist.data import EpochIterator, FitData
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, is_users, replaces
 from tfdist.keras_layers import layer_strategy
 from tfdist.keras_layers.in_stages import InStages, check_is_in_stages
-from tfdist.metrics.adoption import adopt
-from tfdist.optimizers.late_scope import move_optimizer
+from tfdist.metrics.outside_scope import move_metric
+from tfdist.optimizers.outside_scope import move_optimizer
 from tfdist.optimizers.support import check_variables, describe
 from tfdist.sharding import config_of
 from tfdist.sharding.deferral import DEFERRAL
@@ -49,7 +49,7 @@ def _compile(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any
         move_optimizer(given["optimizer"], strategy)
     for metric in tf.nest.flatten([given.get("metrics"), given.get("weighted_metrics")]):
         if isinstance(metric, keras.metrics.Metric):
-            adopt(metric, strategy)
+            move_metric(metric, strategy)
     with contextlib.nullcontext() if scope is not None else strategy.scope():
         original(self, *args, **kwargs)
     _check_compiled(self, strategy)

@@ -9,8 +9,8 @@ from tfdist.keras_hooks.table import replaces
 from tfdist.keras_layers import layer_strategy
 from tfdist.keras_layers.statistics import note_assigned, value_to_assign
 from tfdist.sharding import ReplicatedMirroredVariable, ShardedVariable, kept_placement, keras_scope, placement
-from tfdist.sharding.apart import outside_ranks
 from tfdist.sharding.deferral import DEFERRAL
+from tfdist.sharding.separate_thread import outside_ranks
 
 _LATER = """Under a pipeline nobody knows in which stage a layer will be when it is built: its weights are made when that is
 known, and never on another stage's ranks."""

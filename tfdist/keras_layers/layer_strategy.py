@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.sharding import config_of
-from tfdist.sharding.apart import made_by
+from tfdist.sharding.separate_thread import made_by
 
 # Of layers whose weights were made under a strategy: `quantize` takes the last one away, and makes others.
 _of_layers: weakref.WeakKeyDictionary[Any, tf.distribute.Strategy] = weakref.WeakKeyDictionary()

@@ -41,7 +41,7 @@ import tensorflow as tf
 from tfdist import temporary
 from tfdist.collectives import RankProgram, rank_program
 from tfdist.sharding import keras_scope
-from tfdist.sharding.apart import apart, move
+from tfdist.sharding.separate_thread import in_separate_thread, move
 
 _OpSeeds = tuple[int | None, int | None]
 
@@ -88,7 +88,7 @@ class RankSeeds:
     def global_generator(self) -> keras.random.SeedGenerator:
         """The global generator of the thread that runs the ranks, made now if there is none."""
         if self._global is None:
-            self._global = apart(keras.random.SeedGenerator)
+            self._global = in_separate_thread(keras.random.SeedGenerator)
         return self._global
 
     def next(self, ordered: bool = True) -> Any:

@@ -19,7 +19,7 @@ from tfdist.collectives import RankProgram, rank_program
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Shard
 from tfdist.sharding import config_of
-from tfdist.sharding.apart import apart, made_by, move
+from tfdist.sharding.separate_thread import in_separate_thread, made_by, move
 
 
 def deal_out(layer: keras.layers.RNN, sequences: Any) -> Any:
@@ -49,7 +49,7 @@ def deal_out(layer: keras.layers.RNN, sequences: Any) -> Any:
     if rows * size != expected:
         raise _wrong_size(layer, rows)
     strategy = tf.distribute.get_strategy()
-    apart(lambda: _cut(layer, program, strategy, rows))
+    in_separate_thread(lambda: _cut(layer, program, strategy, rows))
     _note_rows(layer, program)
     return sequences
 

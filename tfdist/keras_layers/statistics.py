@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.collectives import RankProgram, group_ops, rank_program
-from tfdist.losses.given_batch import is_given_everywhere
+from tfdist.losses.undivided_batch import is_given_everywhere
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Placement, Replicate, Unknown
 from tfdist.placements.rank_rows import RankRows
@@ -33,7 +33,7 @@ from tfdist.sharding import ReplicatedMirroredVariable, UnshardSchedule, gradien
 from tfdist.sharding.gradient_numbers import GradientNumbers
 from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.gradient_weight import GradientWeight
-from tfdist.sharding.packing import apart, side_by_side
+from tfdist.sharding.packing import side_by_side, split
 from tfdist.sharding.tape_gradients import TapeGradients
 
 _told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id: variables compare by value
@@ -115,7 +115,7 @@ class Statistics:
             shares = [tf.where(w > 0, w * value, tf.zeros_like(value)) for w, value in zip(weights, values, strict=True)]
             packed = side_by_side([*shares, *weights])
             total = group_ops.all_reduce(program, packed, program.group_ranks("data"), "sum", "statistics")
-            sums = apart(total, [value.shape for value in values] + [tf.TensorShape([])] * len(weights))
+            sums = split(total, [value.shape for value in values] + [tf.TensorShape([])] * len(weights))
             for index, (variable, value) in enumerate(zip(variables, values, strict=True)):
                 weight = sums[len(values) + index]
                 mean = tf.cast(tf.where(weight > 0, sums[index] / weight, value), variable.dtype)

@@ -43,9 +43,9 @@ from keras.src.losses import loss as keras_loss
 from tfdist import temporary
 from tfdist.collectives import rank_program
 from tfdist.losses.batch_part import BatchPart, RankBatch
-from tfdist.losses.given_batch import GivenBatch
 from tfdist.losses.sliced_batch import current_sliced_batch, is_on_trial
 from tfdist.losses.trainer_step import trainer_step
+from tfdist.losses.undivided_batch import GivenBatch
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts, has_rows_of_branch
 from tfdist.placements.kinds import How, Partial, Placement, Replicate

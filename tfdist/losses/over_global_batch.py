@@ -8,8 +8,8 @@ from keras.src.losses.losses import LossFunctionWrapper
 
 from tfdist import errors
 from tfdist.collectives import RankProgram, can_be_gathered, gather_rows, rank_program
-from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.global_losses import of_all_rows, whole_batch
+from tfdist.losses.undivided_batch import is_given_everywhere
 from tfdist.sharding import keras_scope
 from tfdist.sharding.sharded_activations import may_hold_parts, shard_of
 

@@ -10,8 +10,8 @@ from tfdist import temporary
 from tfdist.collectives import RankProgram, rank_program, watched_groups
 from tfdist.custom_gradients import with_adjoint
 from tfdist.graphs import records, tape
-from tfdist.losses.given_batch import is_given_everywhere
 from tfdist.losses.trainer_step import trainer_step
+from tfdist.losses.undivided_batch import is_given_everywhere
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard

@@ -24,11 +24,11 @@ from tfdist import errors
 from tfdist.collectives import RankProgram, cross_replica_of, rank_program
 from tfdist.losses.trainer_step import trainer_step
 from tfdist.metrics import updates
-from tfdist.metrics.adoption import adopt
+from tfdist.metrics.outside_scope import move_metric
 from tfdist.placements import eager
 from tfdist.placements.totals import Totals
 from tfdist.sharding import keras_scope
-from tfdist.sharding.packing import apart, side_by_side
+from tfdist.sharding.packing import side_by_side, split
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ def result(own: Callable[..., Any], metric: keras.metrics.Metric, /, *args: Any,
     program = rank_program(peers_on="data")
     if program is None or keras_scope.in_stateless_scope():
         return own(*args, **kwargs)
-    adopt(metric, tf.distribute.get_strategy())
+    move_metric(metric, tf.distribute.get_strategy())
     with eager.own_use(program):
         return tf.nest.map_structure(_as_tensor, _result(metric, functools.partial(own, *args, **kwargs), program))
 
@@ -157,7 +157,7 @@ def _summed_outside(variables: Sequence[Any], strategy: tf.distribute.Strategy) 
             side_by_side(list(map(tf.convert_to_tensor, of_rank))) for of_rank in zip(*(x.values for x in values), strict=True)
         ]
         total = _sum_over_ranks(packed, strategy, "metrics")
-        sums.extend(zip(members, apart(total, [x._value.shape for x in members]), strict=True))
+        sums.extend(zip(members, split(total, [x._value.shape for x in members]), strict=True))
     return keras.StatelessScope(state_mapping=sums)
 
 

@@ -19,11 +19,11 @@ import tensorflow as tf
 
 from tfdist import errors, temporary
 from tfdist.collectives import RankProgram, rank_program
-from tfdist.losses.given_batch import GivenBatch
 from tfdist.losses.global_losses import whole_batch
+from tfdist.losses.undivided_batch import GivenBatch
 from tfdist.metrics.additive import adds_up
-from tfdist.metrics.adoption import adopt
 from tfdist.metrics.arguments import GatheredBatch, dense, mapped, others, why_not
+from tfdist.metrics.outside_scope import move_metric
 from tfdist.placements import eager
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.telling import as_mean
@@ -58,7 +58,7 @@ def update(own: Update, metric: keras.metrics.Metric, /, *args: Any, **kwargs: A
     program = rank_program(peers_on="data")
     if program is None or keras_scope.in_stateless_scope():
         return own(*args, **kwargs)
-    adopt(metric, tf.distribute.get_strategy())
+    move_metric(metric, tf.distribute.get_strategy())
     here = program.attachment(RankMetrics)
     # Of a metric that is no strategy's all ranks have the same variables.
     if here.is_updating or not all(map(is_of_ranks, metric.variables)):

@@ -160,4 +160,4 @@ def reduce_bucket(
     wide = config.travel_dtype(sum_dtype(dtype))
     flat = weighted(tf.cast(packing.side_by_side(grads, program.constant), wide), weight)
     reduced = tf.cast(group_ops.all_reduce(program, flat, program.group_ranks("data"), "sum", f"all_reduce/{label}"), dtype)
-    return packing.apart(reduced, [grad.shape for grad in grads], program.constant)
+    return packing.split(reduced, [grad.shape for grad in grads], program.constant)

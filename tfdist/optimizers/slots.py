@@ -60,7 +60,7 @@ def broadcast_together(
     dtype = dtypes.pop() if len(dtypes) == 1 else tf.float64 if tf.float64 in dtypes else tf.float32
     packed = packing.side_by_side([tf.cast(tensor, dtype) for tensor in tensors], program.constant)
     sent = group_ops.broadcast(program, packed, packed.shape, ranks, source, label)
-    values = packing.apart(sent, [tensor.shape for tensor in tensors], program.constant)
+    values = packing.split(sent, [tensor.shape for tensor in tensors], program.constant)
     return [tf.cast(value, tensor.dtype) for value, tensor in zip(values, tensors, strict=True)]
 
 

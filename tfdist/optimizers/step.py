@@ -13,7 +13,7 @@ from tfdist.mesh import MESH_AXES
 from tfdist.optimizers import owned_step, plan
 from tfdist.optimizers.after_update import constrain, update_averages
 from tfdist.optimizers.clipping import clip, kind_of_clipping
-from tfdist.optimizers.drift import check_drift
+from tfdist.optimizers.copy_check import check_drift
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.publication import publish
 from tfdist.optimizers.reduction import agreed, own_part, reduce_bucket, summand, summand_of_sum
@@ -25,7 +25,7 @@ from tfdist.sharding import MeshConfig, Shard, UnshardSchedule
 from tfdist.sharding.compression import COMPRESSION
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
-from tfdist.sharding.host_lead import is_on_chain, limit_lead
+from tfdist.sharding.host_run_ahead import is_on_chain, limit_lead
 from tfdist.sharding.known_sums import KnownSums
 from tfdist.sharding.queue_order import QueueOrder
 from tfdist.sharding.shard_messages import gather_shards_in_buckets

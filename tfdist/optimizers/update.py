@@ -76,9 +76,9 @@ class Updates:
             parameter = StandIn(targets[0].variable, values)
             stand_ins = [StandIn(same[0], packing.side_by_side([x.value() for x in same], constant)) for same in slots]
         with slots_replaced(self._optimizer, parameter, stand_ins):
-            updated = packing.apart(update(self._optimizer, parameter, grad, self._learning_rate), shapes, constant)
+            updated = packing.split(update(self._optimizer, parameter, grad, self._learning_rate), shapes, constant)
         for same, stand_in in zip(slots, stand_ins, strict=True):
-            for slot, part in zip(same, packing.apart(stand_in.value(), shapes, constant), strict=True):
+            for slot, part in zip(same, packing.split(stand_in.value(), shapes, constant), strict=True):
                 slot.assign(part, read_value=False)
         return [kept for target, value in zip(targets, updated, strict=True) for kept in target.keep(value, target.stepped)]
 

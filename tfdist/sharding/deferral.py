@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from tfdist.extensible import Place
-from tfdist.sharding.apart import made_by
+from tfdist.sharding.separate_thread import made_by
 
 
 class NoDeferral:

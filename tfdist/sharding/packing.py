@@ -50,12 +50,12 @@ def fulls_of(rows: Sequence[tf.Tensor], layouts: Sequence[Layout], constant: Con
 
 
 def side_by_side(tensors: Sequence[tf.Tensor], constant: Constant = _as_it_is) -> tf.Tensor:
-    """Returns the elements of `tensors`, which are of one dtype, in one vector; `apart` inverts it."""
+    """Returns the elements of `tensors`, which are of one dtype, in one vector; `split` inverts it."""
     flat = [_flat(x, constant) for x in tensors]
     return flat[0] if len(flat) == 1 else tf.concat(flat, constant(0))
 
 
-def apart(flat: tf.Tensor, shapes: Sequence[tf.TensorShape], constant: Constant = _as_it_is) -> list[tf.Tensor]:
+def split(flat: tf.Tensor, shapes: Sequence[tf.TensorShape], constant: Constant = _as_it_is) -> list[tf.Tensor]:
     """Returns the tensors of `shapes` whose elements are side by side in `flat`."""
     sizes = [shape.num_elements() for shape in shapes]
     parts = [flat] if len(sizes) == 1 else tf.split(flat, constant(sizes), constant(0), num=len(sizes))

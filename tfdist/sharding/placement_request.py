@@ -21,10 +21,10 @@ import tensorflow as tf
 
 from tfdist import temporary
 from tfdist.graphs import tape
-from tfdist.sharding.apart import outside_ranks
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.layout import Layout
 from tfdist.sharding.placements import Own, Replicate, Shard
+from tfdist.sharding.separate_thread import outside_ranks
 
 _KEPT = "_tfdist_placement"
 

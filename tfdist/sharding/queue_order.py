@@ -7,7 +7,7 @@ it, and they hide the messages of other gradients in the same way.
     made       dX 1   dW 1   dX 0   dW 0   all-reduce of dX 0
     queued     dX 1   dX 0   all-reduce of dX 0   dW 1   dW 0        (products of the layer before follow when that is over)
 
-A device that begins a collective waits for all that is queued until then (`tfdist.sharding.host_lead`). So gradients of weights
+A device that begins a collective waits for all that is queued until then (`sharding.host_run_ahead`). So gradients of weights
 are queued when the device has computed what the collective sends, and so after it has begun.
 
 Between processes collectives stand on a chain. There those of activations stand aside (`collectives.side_chain`) until those of
@@ -18,7 +18,7 @@ gathers of parameters (stage 3), which are emitted behind the activations that t
     chain      gather 0   gather 1   activations 0   gather 2   activations 1   gather 3   activations 2
 
 Note: no circle. Of the operations between two such collectives those that the second needs come first, each after all that it
-needs itself; then the others. That is an order of all operations which no edge contradicts, and all that `host_lead`, the
+needs itself; then the others. That is an order of all operations which no edge contradicts, and all that `host_run_ahead`, the
 prefetching of parameters and the limit of full gradients add leads from what is earlier in it to what is later. A gather of
 forward is earlier than where it was made, but behind all that it waits for; of parameters that a step has written it is not known
 what they wait for, and they are gathered where they are read. Ranks that run a
@@ -33,7 +33,7 @@ import tensorflow as tf
 
 from tfdist.collectives import OfBranch, RankProgram, SideChain
 from tfdist.graphs import tape
-from tfdist.sharding import host_lead
+from tfdist.sharding import host_run_ahead
 from tfdist.sharding.recomputation import Recomputation
 
 
@@ -51,9 +51,9 @@ class QueueOrder(OfBranch):
         self._program = program
         self._operations: list[tf.Operation] = []
         self._side = program.attachment(SideChain)
-        is_aside = host_lead.is_on_chain(program) and program.mesh.pipeline_parallel_size == 1 and program.outer is None
+        is_aside = host_run_ahead.is_on_chain(program) and program.mesh.pipeline_parallel_size == 1 and program.outer is None
         self._is_aside = is_aside and program.mesh.tensor_parallel_size > 1
-        self.sends_activations_first = host_lead.begins_by_itself(program) or self._is_aside
+        self.sends_activations_first = host_run_ahead.begins_by_itself(program) or self._is_aside
         self.borders: list[tf.Operation] = []
         self._has_gathers = False
         self.has_written = False
@@ -81,7 +81,7 @@ class QueueOrder(OfBranch):
             yield
         numbers = {operation.name: number for number, operation in enumerate(self._program.graph.get_operations())}
         aside = [numbers[operation.name] for operation in self._side.collectives()]
-        needed = [numbers[operation.name] for operation in (*gate, *host_lead.activations_of(gate, following))]
+        needed = [numbers[operation.name] for operation in (*gate, *host_run_ahead.activations_of(gate, following))]
         block.place = bisect.bisect(aside, max(needed, default=-1))
 
     @contextlib.contextmanager
@@ -126,10 +126,10 @@ class QueueOrder(OfBranch):
         before = tape.ancestors([collective, *in_turn], segment)
         others = [operation for operation in segment if operation not in before]
         sent = [tensor.op for tensor in collective.inputs if tensor.dtype != tf.resource and tensor.op in before]
-        held = host_lead.computing([operation for operation in others if operation in needed], collective.device)
+        held = host_run_ahead.computing([operation for operation in others if operation in needed], collective.device)
         if sent:
-            sums_of_loss = [] if self.borders else host_lead.last_on_chain([collective], self._program)
-            host_lead.run_when_done(held, [*sent, *sums_of_loss], self._program, "activations")
+            sums_of_loss = [] if self.borders else host_run_ahead.last_on_chain([collective], self._program)
+            host_run_ahead.run_when_done(held, [*sent, *sums_of_loss], self._program, "activations")
         return [*(operation for operation in segment if operation in before), *others]
 
     def _is_in_graph(self) -> bool:

@@ -151,7 +151,7 @@ class SumOfGradients:
             return COMPRESSION.now.all_reduce(self, shards, ranks, label, tf.float32)
         packed = tf.cast(packing.side_by_side(shards, program.constant), self.config.travel_dtype(shards[0].dtype))
         total = group_ops.all_reduce(program, packed, ranks, "sum", label)
-        return packing.apart(total, [shard.shape for shard in shards], program.constant)
+        return packing.split(total, [shard.shape for shard in shards], program.constant)
 
 
 def messages_of(items: Sequence[Any], variables: Sequence[Any], key: Callable[[Any], Any]) -> list[list[Any]]:

@@ -25,7 +25,7 @@ from tfdist.placements.facts import have_met
 from tfdist.placements.kinds import Replicate
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.repair import Repair
-from tfdist.sharding import host_lead
+from tfdist.sharding import host_run_ahead
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.compression import COMPRESSION
 from tfdist.sharding.config import config_of
@@ -122,7 +122,7 @@ class UnshardSchedule(OfBranch):
         self._order.has_written = True
         if self._program.outer is not None:
             self._program.outer.attachment(UnshardSchedule).invalidate()
-        tf.distribute.get_strategy().extended.kept_weights.forget_all(at_calls=not self._program.is_eager)
+        tf.distribute.get_strategy().extended.weight_cache.forget_all(at_calls=not self._program.is_eager)
 
     def has_gradient(self, variable: Any) -> bool:
         """Whether a tape of this trace was asked for the gradient of `variable`."""
@@ -145,11 +145,11 @@ class UnshardSchedule(OfBranch):
         before, following = (*readers, [], [])[:2]
         gate: list[tf.Operation] = []
         if config.reshard_after_forward or not tape.tapes_watching(list(shards.values())):
-            gate = [*before, *host_lead.after_activations(before, following, self._program)]
+            gate = [*before, *host_run_ahead.after_activations(before, following, self._program)]
             gate = [op for op in gate if not any(map(have_met, op.outputs))]  # of rows that a later message will bring
         if len(self._units) == 2 and config.prefetch:  # both gathered at once, and in any order: see `queue_apart`
             first, second = (made.operations() for made in self._units)
-            host_lead.queue_apart(first, second, self._program)
+            host_run_ahead.queue_apart(first, second, self._program)
         unit = Unit(len(self._units), group, compute_dtype, shards)
         made_before = tape.operations_so_far()
         with self._order.ahead(before, following), self._own_emission(), tape.stop_recording():
@@ -195,9 +195,9 @@ class UnshardSchedule(OfBranch):
         self._let_read([x for x in tf.nest.flatten(outputs) if tf.is_symbolic_tensor(x)])
         self.flush()
         self._stubs.close()
-        if self._units and self._config.prefetch and host_lead.is_on_chain(self._program):
+        if self._units and self._config.prefetch and host_run_ahead.is_on_chain(self._program):
             units = [([unit.gathered], [op for op in unit.operations() if not tape.is_backward(op)]) for unit in self._units]
-            host_lead.queue_in_turn(units, self._program)
+            host_run_ahead.queue_in_turn(units, self._program)
 
     # Backward
 
@@ -291,12 +291,12 @@ class UnshardSchedule(OfBranch):
             reduced = [step.action.unit for step in steps if isinstance(step.action, Reduction)]
             flight = self._in_flight([by_unit[index] for index in reduced], uses, numbers)
             has_own_turns = self._program.has_own_turns(self._program.group_ranks("shard"))
-            if start and regathers and host_lead.is_limited(self._program):
+            if start and regathers and host_run_ahead.is_limited(self._program):
                 # What is gathered again for those that follow would else wait for them. They wait for sums of a loss, too.
                 first = min(regathers, key=lambda regather: min(regather.uses))
                 readers = [reader.operation for reader in uses[first.unit]]
-                over = [start[-1], *host_lead.last_on_chain(readers, self._program)]
-                host_lead.run_when_done(readers, over, self._program, "backward")
+                over = [start[-1], *host_run_ahead.last_on_chain(readers, self._program)]
+                host_run_ahead.run_when_done(readers, over, self._program, "backward")
             for step in steps:
                 if isinstance(step.action, Regather):
                     gate = start if step.gate is None else [operations[number] for number in step.gate]
@@ -314,10 +314,12 @@ class UnshardSchedule(OfBranch):
         """Returns the full gradients, large ones made when the unit's gathered parameters have been read and freed."""
         fulls = [[stub.full for stub in message] for message in messages]
         flight = GradientsInFlight(fulls, numbers, self._program)
-        if host_lead.is_on_chain(self._program):
+        if host_run_ahead.is_on_chain(self._program):
             operations = [one for one in self._order.operations([]) if one not in self._regathering]
             borders = [one for one in self._order.borders if one not in self._regathering]
-            host_lead.limit_lead(fulls, self._program, operations, borders, collectives_each=2)  # its reduction, and a gather
+            host_run_ahead.limit_lead(
+                fulls, self._program, operations, borders, collectives_each=2
+            )  # its reduction, and a gather
         for number, message in enumerate(messages):
             flight.compute_after(number, list(dict.fromkeys(one.operation for one in uses.get(message[0].unit.index, []))))
         return flight
@@ -355,9 +357,9 @@ class UnshardSchedule(OfBranch):
         before = tape.operations_so_far()
         again = self._all_gather(unit, variables, gate, f"unshard/{unit.group.name}/backward")
         self._regathering.update(tape.operations_since(before))
-        if host_lead.is_on_chain(self._program):
+        if host_run_ahead.is_on_chain(self._program):
             over = list(again.values())[-1].op
-            host_lead.run_when_done([reader.operation for reader in readers], [over], self._program, "gathers of backward")
+            host_run_ahead.run_when_done([reader.operation for reader in readers], [over], self._program, "gathers of backward")
         copies = {unit.outputs[key].name: full for key, full in again.items()}
         for reader in readers:
             tape.reconnect(reader.operation, reader.tensor, copy_of(reader.tensor, copies))

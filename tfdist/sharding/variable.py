@@ -14,10 +14,10 @@ from tensorflow.python.trackable import base as trackable
 from tfdist import errors
 from tfdist.collectives import RankProgram, Where, current_program, nested_functions, rank_program, where
 from tfdist.graphs import tape
-from tfdist.sharding import kept_weights, keras_scope, packing
+from tfdist.sharding import keras_scope, packing, weight_cache
 from tfdist.sharding.assembly import assemble, is_elsewhere
-from tfdist.sharding.held_parameters import HeldParameters
 from tfdist.sharding.layout import Layout
+from tfdist.sharding.parameter_cache import ParameterCache
 from tfdist.sharding.replicated_variables import AsNumber, note_from_outside
 from tfdist.sharding.slot_reads import SlotReads
 from tfdist.sharding.unshard import UnshardSchedule
@@ -77,7 +77,7 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
         self._full_shape = tf.TensorShape(layout.shape)
         super().__init__(strategy, components, aggregation)
         if is_parameter:
-            kept_weights.watch(self)
+            weight_cache.watch(self)
         layer = keras_scope.current_layer()
         self.maker: Callable[[], Any] = (lambda: None) if layer is None else weakref.ref(layer)
 
@@ -148,7 +148,7 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
         self._check_is_here(program)
         if not self.layout.is_data_sharded:
             return self._local_component()
-        held = program.attachment(HeldParameters)
+        held = program.attachment(ParameterCache)
         reader = held if held.is_open else program.with_way_back().attachment(UnshardSchedule)
         return reader.read(self, dtype)
 
@@ -164,7 +164,7 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
         """Returns the full value, to gradient tapes a read of this variable. See `assemble`."""
         if len(self._values) > 1:
             nested_functions.check_not_compiled(f"The variable {self.name!r}, of which several devices have a part, is read")
-        full = self._distribute_strategy.extended.kept_weights.read(self, assemble)
+        full = self._distribute_strategy.extended.weight_cache.read(self, assemble)
         return full if where() is Where.SYMBOLIC_BUILD else tape.read_of(self, full)
 
     def __getattr__(self, name: str) -> Any:

@@ -16,17 +16,17 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 from tfdist import collectives, keras_hooks
 from tfdist.collectives import CollectivePlan, Communicator, RankProgram
-from tfdist.data import DistributedDataset, DistributedDatasetsFromFunction, Ends, parts, split_batches
+from tfdist.data import DistributedDataset, DistributedDatasetsFromFunction, EndOfData, parts, split_batches
 from tfdist.graphs import tape
 from tfdist.keras_layers import randomness
 from tfdist.placements import eager, repair
 from tfdist.placements.replicas import ReplicaCount
 from tfdist.runtime import give_back_free_memory, helping_another, out_of_memory
-from tfdist.sharding import KeptWeights, MeshConfig
+from tfdist.sharding import MeshConfig, WeightCache
 from tfdist.sharding.compression import COMPRESSION
 from tfdist.sharding.known_sums import KnownSums
 from tfdist.sharding.sharded_activations import WHOLE
-from tfdist.strategy import rows_apart, sums_again
+from tfdist.strategy import double_sums, shape_errors
 from tfdist.strategy.variable_creation import VariableCreation, check_keras
 
 
@@ -39,7 +39,7 @@ class ShardedExtendedMixin(VariableCreation):
         self._sharding = sharding
         self.communicator = communicator
         self.cross_replica = collectives.CrossReplica(self.communicator)
-        self.kept_weights = KeptWeights(sharding.kept_bytes)
+        self.weight_cache = WeightCache(sharding.kept_bytes)
         self._graph_functions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.last_plan: CollectivePlan | None = None
         self.created = itertools.count()
@@ -72,7 +72,7 @@ class ShardedExtendedMixin(VariableCreation):
             eager_program = functools.partial(collectives.EagerProgram, communicator, plan=plan, cross_replica=self.cross_replica)
             try:
                 with (
-                    self.kept_weights.written(),
+                    self.weight_cache.written(),
                     communicator.turns.taken(plan) if communicator.turns else contextlib.nullcontext(),
                 ):
                     return self._run_ranks(fn, args, kwargs, plan, eager_program)
@@ -92,7 +92,7 @@ class ShardedExtendedMixin(VariableCreation):
             gc.enable() if collects else None
         communicator.turn_at_calls(plan)
         collectives.finished_graphs.check_at_call(graph)
-        rows_apart.told_at_calls(self._sharding.mesh, graph)
+        shape_errors.explain_at_calls(self._sharding.mesh, graph)
         if not self.cross_replica.is_multi_worker:
             given = tf.nest.flatten((args, kwargs), expand_composites=True)
             collectives.exclusion.let_wait(began, [x for x in given if tf.is_symbolic_tensor(x)], is_step=True)
@@ -125,19 +125,19 @@ class ShardedExtendedMixin(VariableCreation):
             # (the count needs no data) would from then on scale their updates differently.
             inputs = [leaf for leaf in tf.nest.flatten((args, kwargs), expand_composites=True) if tf.is_symbolic_tensor(leaf)]
             with tf.control_dependencies(inputs), seeds.lent(), eager.watching(program), helping_another():
-                outputs = sums_again.agreed(WHOLE.now.all_whole(fn(*args, **kwargs)), program)
+                outputs = double_sums.agreed(WHOLE.now.all_whole(fn(*args, **kwargs)), program)
                 if program.is_eager:  # which knows less at its end
-                    sums_again.mark(outputs, program)
+                    double_sums.mark(outputs, program)
                     summands = program.attachment(KnownSums).own(outputs)
                 else:
                     summands = tf.nest.map_structure(program.summand_made_here, outputs)
                 program.close(summands)
                 if not program.is_eager:
-                    sums_again.mark(outputs, program)
+                    double_sums.mark(outputs, program)
             collectives.exempt_from_automatic_order(tape.operations_since(began))
             return summands
 
-        with rows_apart.told(self._sharding.mesh):
+        with shape_errors.explaining(self._sharding.mesh):
             result = mirrored_run.call_for_each_replica(self._container_strategy(), run_rank, args, kwargs)
         seeds.take_back()
         self.draws_unsaved |= seeds.has_drawn
@@ -184,7 +184,7 @@ class ShardedExtendedMixin(VariableCreation):
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         if not isinstance(value, values.Mirrored):
             value = tf.nest.map_structure(self.one_per_replica, value)
-            reduce_op = sums_again.as_reduced(reduce_op, value, self._container_strategy())
+            reduce_op = double_sums.as_reduced(reduce_op, value, self._container_strategy())
         return super()._reduce_to(reduce_op, value, destinations, options)
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
@@ -257,10 +257,10 @@ class ShardedExtendedMixin(VariableCreation):
     def num_processes(self) -> int:
         return self._sharding.mesh.world_size // len(self.communicator.local_ranks)
 
-    def _ends(self, parts_of_processes: Sequence[int]) -> Ends:
+    def _ends(self, parts_of_processes: Sequence[int]) -> EndOfData:
         """Returns how the processes tell each other of the ends of the parts of the data that they read."""
         local_ranks = self.communicator.local_ranks
-        return Ends(self.names_of_processes, local_ranks[0] // len(local_ranks), tuple(parts_of_processes))
+        return EndOfData(self.names_of_processes, local_ranks[0] // len(local_ranks), tuple(parts_of_processes))
 
     @property
     def names_of_processes(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from tfdist.data import comparison, parts, signature
 from tfdist.data.tables import digests_of_tables
 from tfdist.runtime import Cluster, Coordination
 from tfdist.sharding import Layout, MeshConfig
-from tfdist.strategy import sums_again
+from tfdist.strategy import double_sums
 from tfdist.strategy.extended import ShardedExtendedMixin
 
 
@@ -107,7 +107,7 @@ class ShardedCollectiveExtended(ShardedExtendedMixin, collective_all_reduce_stra
     # Reductions over all workers, from cross-replica code
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        reduce_op = sums_again.as_reduced(reduce_op, self.one_per_replica(value), self._container_strategy())
+        reduce_op = double_sums.as_reduced(reduce_op, self.one_per_replica(value), self._container_strategy())
         mean = reduce_op == tf.distribute.ReduceOp.MEAN
         if isinstance(value, values.Mirrored) and mean:
             return value

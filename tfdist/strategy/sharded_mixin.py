@@ -105,4 +105,4 @@ class ShardedStrategyMixin:
 
         Source: FSDP's `summon_full_params`, without writing back: weights are assigned as always.
         """
-        return self.extended.kept_weights.gathered(sharded_parameters(what))
+        return self.extended.weight_cache.gathered(sharded_parameters(what))

@@ -28,12 +28,12 @@ from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.support import is_wrapper
 from tfdist.optimizers.target import variable_of
 from tfdist.sharding import packing
-from tfdist.sharding.apart import outside_ranks
 from tfdist.sharding.assembly import assemble
 from tfdist.sharding.compression import EXACT
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.placement_request import placement
 from tfdist.sharding.replicated_variables import ReplicatedMirroredVariable
+from tfdist.sharding.separate_thread import outside_ranks
 from tfdist.sharding.variable import ShardedVariable
 from tfdist.sharding.watched_writes import watch_writes
 

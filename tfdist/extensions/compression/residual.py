@@ -19,11 +19,11 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram, cross_replica_of, group_ops
 from tfdist.mesh import Coordinate
 from tfdist.sharding import packing
-from tfdist.sharding.apart import apart
 from tfdist.sharding.assembly import gather_whole
 from tfdist.sharding.compression import Compressor
 from tfdist.sharding.config import MeshConfig
 from tfdist.sharding.placements import Replicate, Shard
+from tfdist.sharding.separate_thread import in_separate_thread
 
 
 class Residual(tf.train.experimental.PythonState):
@@ -45,7 +45,7 @@ class Residual(tf.train.experimental.PythonState):
         self._layout = dataclasses.replace(variable.layout, data=Shard() if mesh.is_hybrid else Replicate())
         self._size = math.prod(self._layout.component_shape)
         self._summands = mesh.data_parallel_size // (mesh.num_shards if mesh.is_hybrid else 1)
-        self._parts: list[tf.Variable] = apart(functools.partial(self._make, variable.name.partition(":")[0]))
+        self._parts: list[tf.Variable] = in_separate_thread(functools.partial(self._make, variable.name.partition(":")[0]))
 
     def _make(self, name: str) -> list[tf.Variable]:
         parts = []

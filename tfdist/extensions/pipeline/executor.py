@@ -29,8 +29,8 @@ from tfdist.extensions.pipeline.stages.stage_functions import StageCall, StageFu
 from tfdist.graphs import tape
 from tfdist.losses.global_losses import whole_batch
 from tfdist.losses.sliced_batch import OWN_ROWS
-from tfdist.sharding import host_lead
-from tfdist.sharding.held_parameters import HeldParameters
+from tfdist.sharding import host_run_ahead
+from tfdist.sharding.parameter_cache import ParameterCache
 from tfdist.sharding.recomputation import Recomputation
 from tfdist.sharding.variable import NotHereError
 
@@ -94,7 +94,7 @@ class Executor:
         self._held_back: dict[tuple[int, int], _Gradients] = {}
         self.end: Sequence[tf.Operation] = []  # of the action that was made last
         self._end_of_one_before: Sequence[tf.Operation] = []
-        self._held = None if program is None else program.attachment(HeldParameters)
+        self._held = None if program is None else program.attachment(ParameterCache)
         self._recomputation = None if program is None else program.attachment(Recomputation)
         self._pace = _Pace(program)
 
@@ -321,7 +321,7 @@ class _Pace:
     """How far the host runs ahead of a rank's GPU in a pipeline; that of one rank in one trace.
 
     A message between two GPUs waits for all that both have queued when it begins: a copy does, and so does one of NCCL's sums
-    (`tfdist.sharding.host_lead`). A host that runs ahead has queued the next actions by then, which the other rank waits for:
+    (`sharding.host_run_ahead`). A host that runs ahead has queued the next actions by then, which the other rank waits for:
 
         GPU 0          | 0F0 | 0F1 |                        a message is 0F0's result on its way to GPU 1
         its copies                 | message | message
@@ -358,4 +358,4 @@ class _Pace:
             return source
         emitted = self._program.attachment(SideChain).emitted() if self._is_chain else []
         before = emitted[:-1] if is_sent else emitted
-        return [host_lead.on_device(self._program, [*source, *before[-1:]], "actions")]
+        return [host_run_ahead.on_device(self._program, [*source, *before[-1:]], "actions")]

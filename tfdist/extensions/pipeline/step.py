@@ -25,7 +25,7 @@ from tfdist.losses.trainer_step import losses_of
 from tfdist.metrics import updates
 from tfdist.placements.eager import EagerFacts
 from tfdist.sharding import config_of
-from tfdist.sharding.held_parameters import HeldParameters
+from tfdist.sharding.parameter_cache import ParameterCache
 from tfdist.sharding.sharded_activations import gathered, held_spec, mark_as_held
 
 
@@ -84,7 +84,7 @@ class Step:
         """Runs this rank's part of the schedule; returns this step."""
         with contextlib.ExitStack() as before:
             if self.program is not None:
-                before.enter_context(self.program.attachment(HeldParameters).held())
+                before.enter_context(self.program.attachment(ParameterCache).held())
                 if self.program.is_eager:  # a microbatch is a part of the rank's rows, which is weighed by hand
                     before.enter_context(self.program.attachment(EagerFacts).not_seen())
             self._executor.run()

@@ -11,7 +11,7 @@ from tfdist.collectives import CollectivePlan
 from tfdist.extensions.pipeline import PipelineModel
 from tfdist.extensions.tensor.plans import parallelize, suggest_plan
 from tfdist.keras_layers import recompute
-from tfdist.losses.given_batch import DealtBatches
+from tfdist.losses.undivided_batch import DealtBatches
 from tfdist.profiling import memory_report
 from tfdist.profiling.memory_report import DeviceMemory as ModelState
 from tfdist.sharding import ShardingConfig, settings_of

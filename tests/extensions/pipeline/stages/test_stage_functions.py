@@ -157,7 +157,7 @@ def test_functions_change_no_number(name, pipe, settings, monkeypatch):
     ranks, runs = (2 * pipe, []) if zero_stage else (pipe, None)
     if zero_stage:
         in_runs = stage_functions._Functions.forward_in_runs
-        monkeypatch.setattr(stage_functions.host_lead, "is_limited", lambda _: True)
+        monkeypatch.setattr(stage_functions.host_run_ahead, "is_limited", lambda _: True)
         monkeypatch.setattr(
             stage_functions._Functions, "forward_in_runs", lambda *given: runs.append(in_runs(*given)) or runs[-1]
         )

@@ -30,7 +30,7 @@ _NOTE = (
 
 
 @contextlib.contextmanager
-def told(mesh: DeviceMesh) -> Iterator[None]:
+def explaining(mesh: DeviceMesh) -> Iterator[None]:
     """A block in which an error about shapes says that each device has a part of the rows."""
     try:
         yield
@@ -41,7 +41,7 @@ def told(mesh: DeviceMesh) -> Iterator[None]:
         raise kind(f"{said}\n\n{_note(said)}") from error
 
 
-def told_at_calls(mesh: DeviceMesh, graph: tf.Graph) -> None:
+def explain_at_calls(mesh: DeviceMesh, graph: tf.Graph) -> None:
     """Has an error about shapes that the function of `graph` raises when it runs say that, in a note, with the line of code."""
     here = weakref.ref(graph)
 

@@ -1,4 +1,4 @@
-"""A thread of its own for what is done beside a step that is being traced: making variables.
+"""A separate thread for what is done while a step is being traced: making variables.
 
 Keras makes what is not built yet in the first step: weights, slots, metrics. TensorFlow takes a variable that is made while a
 function is traced for one that only that trace may make, traces the function a second time, and cannot make it within a loop or a
@@ -19,7 +19,7 @@ from tfdist.runtime import helping_another
 from tfdist.sharding import keras_scope
 
 
-def apart(function: Callable[[], Any]) -> Any:
+def in_separate_thread(function: Callable[[], Any]) -> Any:
     """Returns what `function` returns in a thread of its own, which is in no scope of Keras and of no strategy either."""
 
     def helping() -> Any:
@@ -31,7 +31,7 @@ def apart(function: Callable[[], Any]) -> Any:
 
 
 def outside_ranks(function: Callable[[], None]) -> None:
-    """Calls `function`: of a rank that is being traced apart, in the strategy's scope, and else where it is called.
+    """Calls `function`: of a rank that is being traced in a separate thread, in the strategy's scope; else where it is called.
 
     Of the caller's thread it keeps what Keras knows (which layer is being built) and what variables are asked for with.
     """
@@ -44,14 +44,14 @@ def outside_ranks(function: Callable[[], None]) -> None:
         with keras_scope.thread_state_of(known), strategy.scope():
             asked_for.run(function)
 
-    apart(in_scope)
+    in_separate_thread(in_scope)
 
 
 def move(variables: Iterable[keras.Variable], strategy: tf.distribute.Strategy) -> None:
     """Makes `variables` anew under `strategy`, with the values that they have; those that are its own, or not made yet, stay.
 
-    `apart`: a step that is being traced finds a moved variable as one that was always there. The mistake to avoid: moving what a
-    traced function has read. The function goes on with the variable that it knows.
+    In a separate thread: a step that is being traced finds a moved variable as one that was always there. The mistake to avoid:
+    moving what a traced function has read. The function goes on with the variable that it knows.
 
     `_value` and `_initialize_with_initializer` are private to Keras: test_private_names_of_layers.py fails when they change.
     """
@@ -64,7 +64,7 @@ def move(variables: Iterable[keras.Variable], strategy: tf.distribute.Strategy) 
                 variable._initialize_with_initializer(lambda *_, value=value, **__: value)
 
     if others:
-        apart(make_anew)
+        in_separate_thread(make_anew)
 
 
 def made_by(variable: keras.Variable) -> tf.distribute.Strategy | None:

@@ -26,7 +26,7 @@ from tfdist.sharding.units import compute_dtype_of, copy_of, gather_group, reade
 Key = tuple[int, tf.DType]  # the id of a variable, and the dtype in which it is gathered
 
 
-class HeldParameters:
+class ParameterCache:
     """What one rank holds in one trace; an attachment of the rank's program.
 
     Attributes:

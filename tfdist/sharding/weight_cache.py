@@ -34,8 +34,8 @@ from tfdist.sharding.assembly import is_elsewhere
 from tfdist.sharding.watched_writes import watch_writes
 
 
-class KeptWeights:
-    """The assembled weights of one strategy, whose `extended` has them as `kept_weights`. It keeps no variable alive.
+class WeightCache:
+    """The assembled weights of one strategy, whose `extended` has them as `weight_cache`. It keeps no variable alive.
 
     Args:
         limit_bytes: how much may be kept in all, of what is not in `gathered`.
@@ -128,17 +128,17 @@ def sharded_parameters(what: Iterable[Any]) -> list[Any]:
 
 
 def watch(variable: Any) -> None:
-    """Makes `variable`, a `ShardedVariable`, tell its strategy's `KeptWeights` of every assignment to a shard, and of its end."""
+    """Makes `variable`, a `ShardedVariable`, tell its strategy's `WeightCache` of every assignment to a shard, and of its end."""
     for shard in variable.values:
         watch_writes(shard, _drop_first)
-    weakref.finalize(variable, variable.distribute_strategy.extended.kept_weights.forget, variable.number).atexit = False
+    weakref.finalize(variable, variable.distribute_strategy.extended.weight_cache.forget, variable.number).atexit = False
 
 
 def _drop_first(shard: tf.Variable, write: Callable[[], Any]) -> Any:
     whole = shard.handle._distributed_container()
     if whole is None:
         return write()
-    written = functools.partial(whole.distribute_strategy.extended.kept_weights.written, whole.number)
-    around_calls(written, key=(KeptWeights, whole.number))
+    written = functools.partial(whole.distribute_strategy.extended.weight_cache.written, whole.number)
+    around_calls(written, key=(WeightCache, whole.number))
     with written() if tf.executing_eagerly() else contextlib.nullcontext():
         return write()

@@ -27,7 +27,7 @@ _FIX = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Ends:
+class EndOfData:
     """What the workers of a job have to know of each other to end together.
 
     Args:

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist.optimizers.support import is_none
 from tfdist.optimizers.target import variable_of
 from tfdist.sharding import config_of
-from tfdist.sharding.apart import move
+from tfdist.sharding.separate_thread import move
 
 
 def move_optimizer(optimizer: Any, strategy: tf.distribute.Strategy) -> None:

@@ -17,7 +17,7 @@ from tests import training
 from tfdist.collectives import RING
 from tfdist.extensions.pipeline.stages import stage_functions
 from tfdist.graphs import tape
-from tfdist.sharding import host_lead
+from tfdist.sharding import host_run_ahead
 
 GROUPS, BUCKETS = 5, 7  # of the model's parameters, and of its gradients, in the sizes below
 
@@ -37,13 +37,13 @@ def as_between_processes(monkeypatch):
 def holds(monkeypatch):
     """Returns, per call, the names of what is held back and of what it waits for."""
     found = []
-    held_back = host_lead.run_when_done
+    held_back = host_run_ahead.run_when_done
 
     def note(held, operations, program, kind):
         found.append(([one.name for one in held], [one.name for one in operations], kind))
         held_back(held, operations, program, kind)
 
-    monkeypatch.setattr(host_lead, "run_when_done", note)
+    monkeypatch.setattr(host_run_ahead, "run_when_done", note)
     return found
 
 
@@ -255,13 +255,13 @@ def test_in_a_pipeline_on_a_chain_calls_wait_too(as_between_processes, holds, ze
 def test_in_a_pipeline_actions_are_queued_one_by_one(as_over_nccl, monkeypatch, schedule):
     """A message waits for what both GPUs have queued. So an action waits for the one before it, by way of the host, and gradients
     of weights for those of inputs."""
-    marks, on_device = [], host_lead.on_device
+    marks, on_device = [], host_run_ahead.on_device
 
     def note(program, operations, kind):
         marks.append((on_device(program, operations, kind), list(operations), kind))
         return marks[-1][0]
 
-    monkeypatch.setattr(host_lead, "on_device", note)
+    monkeypatch.setattr(host_run_ahead, "on_device", note)
     fit_and_compare(
         0, lambda: tfdist.PipelineModel(dense_model(), num_microbatches=4, schedule=schedule), 4, pipeline_parallel_size=2
     )

@@ -11,10 +11,10 @@ Its variables become the strategy's, with what they hold: from then on each rank
 import keras
 import tensorflow as tf
 
-from tfdist.sharding.apart import apart, made_by, move
+from tfdist.sharding.separate_thread import in_separate_thread, made_by, move
 
 
-def adopt(metric: keras.metrics.Metric, strategy: tf.distribute.Strategy) -> None:
+def move_metric(metric: keras.metrics.Metric, strategy: tf.distribute.Strategy) -> None:
     """Moves `metric` under `strategy`, if it was made in no scope."""
     plain = [variable for variable in metric.variables if variable._value is not None and made_by(variable) is None]
     if not plain:
@@ -27,4 +27,4 @@ def adopt(metric: keras.metrics.Metric, strategy: tf.distribute.Strategy) -> Non
             for variable, value in zip(plain, values, strict=True):
                 variable.assign(value)  # each rank has the whole value now, of which it is to have a part
 
-    apart(make_anew)
+    in_separate_thread(make_anew)
