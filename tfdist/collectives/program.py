@@ -54,6 +54,7 @@ class RankProgram:
         returned_by: called with a branch's program and what the branch returns, returns that mended where it must be.
         summands: called with a tensor that the user's code gives a collective, return what a rank has of it where it stands for a
             sum over the ranks; None where it does not.
+        parameter_reader: what reads sharded parameters, by `read(variable, dtype)`, in the place of the core; None: the core.
         is_on_cpu: whether its device is one.
         is_going_back: whether a tape takes a gradient, of the rank's program.
         is_eager: whether it runs outside any `tf.function` (see `EagerProgram`): collectives then run when they are called.
@@ -76,6 +77,7 @@ class RankProgram:
         self.plan = plan
         self.arguments = arguments
         self.outer: RankProgram | None = None
+        self.parameter_reader: Any = None
         self.is_going_back = False
         self.dealt: set[int] | None = None
         self.sizes: frozenset[int] | None = None

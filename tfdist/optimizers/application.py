@@ -16,7 +16,6 @@ from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.repair import Repair
 from tfdist.sharding import MeshConfig, config_of, placement
 from tfdist.sharding.gradient_weight import GradientWeight
-from tfdist.sharding.parameter_cache import ParameterCache
 from tfdist.sharding.tape_gradients import TapeGradients
 
 
@@ -31,7 +30,7 @@ def noted(found: Any, sources: Any, is_of_weights: Callable[[Any, RankProgram], 
     flat, sources = tf.nest.flatten(found), tf.nest.flatten(sources)
     if program is None or program.is_eager or len(flat) != len(sources):
         return found
-    if tape.in_vectorized_map() or program.attachment(ParameterCache).is_open:  # the first gives gradients of single examples
+    if tape.in_vectorized_map() or program.root.parameter_reader is not None:  # the first gives gradients of single examples
         return found
     strategy, gradients, here = tf.distribute.get_strategy(), program.attachment(TapeGradients), program.here()
     is_in_loop, is_of_trainer = in_loop(program.root.graph), program.attachment(GradientWeight).is_of_trainer

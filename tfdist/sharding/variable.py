@@ -17,7 +17,6 @@ from tfdist.graphs import tape
 from tfdist.sharding import keras_scope, packing, weight_cache
 from tfdist.sharding.assembly import assemble, is_elsewhere
 from tfdist.sharding.layout import Layout
-from tfdist.sharding.parameter_cache import ParameterCache
 from tfdist.sharding.replicated_variables import AsNumber, note_from_outside
 from tfdist.sharding.slot_reads import SlotReads
 from tfdist.sharding.unshard import UnshardSchedule
@@ -148,8 +147,7 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
         self._check_is_here(program)
         if not self.layout.is_data_sharded:
             return self._local_component()
-        held = program.attachment(ParameterCache)
-        reader = held if held.is_open else program.with_way_back().attachment(UnshardSchedule)
+        reader = program.root.parameter_reader or program.with_way_back().attachment(UnshardSchedule)
         return reader.read(self, dtype)
 
     def _check_is_here(self, program: RankProgram) -> None:

@@ -21,6 +21,7 @@ from tfdist import temporary
 from tfdist.collectives import RankProgram, SideChain, point_to_point
 from tfdist.extensions.pipeline.action_clock import ActionClock
 from tfdist.extensions.pipeline.gradients import GradientSum, added
+from tfdist.extensions.pipeline.parameter_cache import ParameterCache
 from tfdist.extensions.pipeline.schedules.actions import Action, Phase
 from tfdist.extensions.pipeline.schedules.dataflow import inputs_of
 from tfdist.extensions.pipeline.schedules.messages import Message, events
@@ -30,7 +31,6 @@ from tfdist.graphs import tape
 from tfdist.losses.global_losses import whole_batch
 from tfdist.losses.sliced_batch import OWN_ROWS
 from tfdist.sharding import host_run_ahead
-from tfdist.sharding.parameter_cache import ParameterCache
 from tfdist.sharding.recomputation import Recomputation
 from tfdist.sharding.variable import NotHereError
 

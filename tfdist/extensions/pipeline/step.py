@@ -14,6 +14,7 @@ from tfdist.extensions.pipeline.action_clock import ActionClock
 from tfdist.extensions.pipeline.executor import Executor, with_zeros
 from tfdist.extensions.pipeline.gradients import GradientSum
 from tfdist.extensions.pipeline.microbatches import Microbatches, joined
+from tfdist.extensions.pipeline.parameter_cache import ParameterCache
 from tfdist.extensions.pipeline.schedules.published import ScheduleGPipe
 from tfdist.extensions.pipeline.stages.stage import StageLayer, added_losses
 from tfdist.extensions.pipeline.stages.stage_functions import StageFunctions, ends_of
@@ -25,7 +26,6 @@ from tfdist.losses.trainer_step import losses_of
 from tfdist.metrics import updates
 from tfdist.placements.eager import EagerFacts
 from tfdist.sharding import config_of
-from tfdist.sharding.parameter_cache import ParameterCache
 from tfdist.sharding.sharded_activations import gathered, held_spec, mark_as_held
 
 

@@ -35,11 +35,11 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, assign_buckets
 from tfdist.collectives.program import NotOnTrialError
+from tfdist.extensions.pipeline.parameter_cache import Key, ParameterCache
 from tfdist.extensions.pipeline.stages.masks import get_keras_mask, set_keras_mask
 from tfdist.extensions.pipeline.stages.stage import StageLayer, added_losses
 from tfdist.graphs import tape
 from tfdist.sharding import host_run_ahead
-from tfdist.sharding.parameter_cache import Key, ParameterCache
 from tfdist.sharding.parameter_group import ParameterGroup
 from tfdist.sharding.sharded_activations import may_hold_parts
 from tfdist.sharding.units import is_view

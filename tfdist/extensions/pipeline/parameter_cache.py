@@ -30,7 +30,6 @@ class ParameterCache:
     """What one rank holds in one trace; an attachment of the rank's program.
 
     Attributes:
-        is_open: whether parameters that are read are held.
         names: the names of the tensors that reads have returned since `held()`, with what they are.
     """
 
@@ -42,16 +41,15 @@ class ParameterCache:
         self.names: dict[str, Key] = {}
         self._after: Sequence[tf.Operation] = ()
         self._config = config_of(tf.distribute.get_strategy())
-        self.is_open = False
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """A block in which parameters that are read are held."""
-        self.is_open, self._after = True, ()
+        self._program.parameter_reader, self._after = self, ()
         try:
             yield
         finally:
-            self.is_open = False
+            self._program.parameter_reader = None
             self.renew(())
             self.names.clear()
 
