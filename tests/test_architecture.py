@@ -65,6 +65,7 @@ LEVELS = {
     "profiling": 9,
     "extensions.compression": 8,
     "extensions.kernels": 8,
+    "extensions.ordering": 8,
     "extensions.pipeline": 8,
     "extensions.shared_memory": 8,
     "extensions.tensor": 8,

@@ -15,9 +15,9 @@ from tfdist.collectives.naive import gather_to_master_all_reduce, naive_master_b
 from tfdist.collectives.ops import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, watched_groups
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
 from tfdist.collectives.point_to_point import receive, send
-from tfdist.collectives.program import OfBranch, RankProgram
+from tfdist.collectives.program import RankProgram
 from tfdist.collectives.rows import can_be_gathered, gather_rows
-from tfdist.collectives.side_chain import SideChain
+from tfdist.collectives.step_order import OfBranch
 from tfdist.collectives.transports.choice import choose_transport
 from tfdist.collectives.transports.kernels import NCCL, RING
 from tfdist.collectives.transports.member_order import find_member_orders, make_groups

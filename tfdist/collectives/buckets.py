@@ -1,6 +1,8 @@
-"""Grouping many small tensors in few messages."""
+"""Grouping many small tensors in few messages, and many operations in few parts."""
 
+import itertools
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 
 def assign_buckets(sizes: Sequence[int], bucket_bytes: int, kinds: Sequence[Hashable] | None = None) -> list[list[int]]:
@@ -20,3 +22,9 @@ def assign_buckets(sizes: Sequence[int], bucket_bytes: int, kinds: Sequence[Hash
             members, filled = [], 0
         open_buckets[kind] = ([*members, index], filled + size)
     return closed + [members for members, _ in open_buckets.values()]
+
+
+def in_parts(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
+    """Returns `items` in up to `count` runs of about equally many, none empty."""
+    bounds = [len(items) * place // count for place in range(count + 1)]
+    return [items[begin:end] for begin, end in itertools.pairwise(bounds) if begin < end]

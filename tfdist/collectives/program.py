@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from tfdist import temporary
-from tfdist.collectives import side_chain
 from tfdist.collectives.communicator import Communicator, host_of
 from tfdist.collectives.instance_keys import log2_ceiling
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord, Ranks, TensorLike
-from tfdist.collectives.side_chain import SideChain
+from tfdist.collectives.step_order import ORDER, NoOrder, OfBranch
 from tfdist.graphs import tape
 from tfdist.graphs.walks import graphs_here
 from tfdist.mesh import are_cpus
@@ -28,10 +27,6 @@ PROGRAM_ATTRIBUTE = "_tfdist_program"  # of a replica context
 
 class NotOnTrialError(Exception):
     """What is traced on trial holds what must not be: see `RankProgram.on_trial`."""
-
-
-class OfBranch:
-    """An attachment of which a branch's program has one of its own."""
 
 
 class RankProgram:
@@ -107,6 +102,11 @@ class RankProgram:
             self._attachments[kind] = kind(self)
         return self._attachments[kind]
 
+    @property
+    def order(self) -> NoOrder:
+        """In which order the operations of this trace, or branch, are queued, and its collectives sent."""
+        return self.attachment(ORDER.now)
+
     def is_dealt(self, argument: Any) -> bool:
         """Whether `argument`, one of `arguments`, is this rank's own, and not what all ranks are called with."""
         return self.dealt is None or id(argument) in self.dealt
@@ -142,8 +142,7 @@ class RankProgram:
         is_summed = source is not None and self.transport_of(ranks).sums_to_move
         record = CollectiveRecord(op, ranks, tuple(x.shape.as_list()), x.dtype.name, label, source, is_summed)
         number = self.plan.add(self.rank, record)
-        if self._lane == side_chain.LANE:
-            self.attachment(SideChain).note_record()
+        self.order.note_record(self._lane)
         self.root._mark_start()
         if None not in record.shape:
             return self.communicator.instance_keys.key(record, number if self.has_own_turns(ranks) else self._lane)
@@ -370,7 +369,7 @@ class RankProgram:
         """
         for callback in self.at_close:
             callback(outputs)
-        self.attachment(SideChain).join()
+        self.order.join()
         return [self._mark(ends=True)] if self._is_marked else []
 
     # Marks on the chain, before the program's first collective and after its last, tell a watching thread that the rank is in it.

@@ -25,9 +25,7 @@ from tfdist.sharding import MeshConfig, Shard, UnshardSchedule
 from tfdist.sharding.compression import COMPRESSION
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
-from tfdist.sharding.host_run_ahead import is_on_chain, limit_lead
 from tfdist.sharding.known_sums import KnownSums
-from tfdist.sharding.queue_order import QueueOrder
 from tfdist.sharding.shard_messages import gather_shards_in_buckets
 from tfdist.sharding.slot_reads import SlotReads
 from tfdist.sharding.tape_gradients import TapeGradients
@@ -189,7 +187,7 @@ class _Step:
             match action:
                 case plan.Reduce(bucket):
                     label = targets[0].variable.name if bucket is None else f"bucket_{bucket}"
-                    with program.attachment(QueueOrder).among_activations():
+                    with program.order.among_activations():
                         self._replace(members, reduce_bucket(grads, targets, label, config, program, self._weight))
                     self._note_reduction(bucket, members)
                 case plan.HoldBack(bucket) if self._flight is not None:
@@ -207,7 +205,7 @@ class _Step:
                 case plan.Gather(bucket):
                     shards = [self._updated.get(place) for place in members]  # none of what is stepped in place
                     # What waits for the message waits for this: until then the old parameter's memory is in use, too.
-                    with program.attachment(QueueOrder).among_activations():
+                    with program.order.among_activations():
                         self._latest = publish(targets, shards, f"all_gather/bucket_{bucket}", config, program)
                 case plan.Complete(bucket):
                     wholes, weights = owned_step.complete(grads, targets, bucket, program)
@@ -312,7 +310,7 @@ class _Step:
             accumulates_partial_sums=accumulates_partial_sums(optimizer, config),
             is_shareable=may_share(optimizer),
             may_compile=program.is_on_cpu or bool(config.use_kernels),
-            gathers_soon=isinstance(config.placements.optimizer_state, Shard) and is_on_chain(program),
+            gathers_soon=isinstance(config.placements.optimizer_state, Shard) and program.order.is_on_chain,
             afterwards=tuple(what for what, is_wanted in afterwards.items() if is_wanted),
         )
 
@@ -367,9 +365,9 @@ class _Step:
         whole = [[self._grads[place] for place in bucket if not gradients[place].is_reduced] for bucket in messages]
         if whole and all(whole) and self._config.mesh.data_parallel_size > 1:
             gathers = isinstance(self._config.placements.optimizer_state, Shard)  # a bucket's new parameters, behind a later one
-            order = self._program.attachment(QueueOrder)
+            order = self._program.order
             operations = order.operations([gradient for bucket in whole for gradient in bucket])
-            limit_lead(whole, self._program, operations, order.borders, collectives_each=1 + gathers)
+            order.limit_lead(whole, operations, collectives_each=1 + gathers)
 
     def _gradients_in_flight(self, gradients: Sequence[plan.Gradient]) -> GradientsInFlight | None:
         """Returns those of stage 2, if they were made in the graph in which they are reduced."""
@@ -380,7 +378,7 @@ class _Step:
             return None
         if program.is_eager or tf.compat.v1.get_default_graph() is not program.graph:
             return None
-        numbers = {op.name: number for number, op in enumerate(program.attachment(QueueOrder).operations([]))}
+        numbers = {op.name: number for number, op in enumerate(program.order.operations([]))}
         return GradientsInFlight([[self._grads[place] for place in bucket] for bucket in messages], numbers, program)
 
 

@@ -25,7 +25,6 @@ from tfdist.placements.facts import have_met
 from tfdist.placements.kinds import Replicate
 from tfdist.placements.redistribute import Redistribution
 from tfdist.placements.repair import Repair
-from tfdist.sharding import host_run_ahead
 from tfdist.sharding.backward_order import Reduction, Regather, order_backward
 from tfdist.sharding.compression import COMPRESSION
 from tfdist.sharding.config import config_of
@@ -35,7 +34,6 @@ from tfdist.sharding.gradient_weight import GradientWeight, without_weight
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.known_sums import KnownSums
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
-from tfdist.sharding.queue_order import QueueOrder
 from tfdist.sharding.recomputation import Recomputation
 from tfdist.sharding.shard_messages import SumOfGradients, gather_parameters, gather_shards, messages_of, scope_name
 from tfdist.sharding.units import Reader, Unit, compute_dtype_of, copy_of, gather_group
@@ -54,7 +52,7 @@ class UnshardSchedule(OfBranch):
     def __init__(self, program: RankProgram):
         self._program = program
         self._recomputation: Recomputation = program.attachment(Recomputation)
-        self._order: QueueOrder = program.attachment(QueueOrder)
+        self._order = program.order
         self._units: list[Unit] = []
         self._live: list[Unit] = []
         self._emitting = self._takes_own = False
@@ -145,11 +143,11 @@ class UnshardSchedule(OfBranch):
         before, following = (*readers, [], [])[:2]
         gate: list[tf.Operation] = []
         if config.reshard_after_forward or not tape.tapes_watching(list(shards.values())):
-            gate = [*before, *host_run_ahead.after_activations(before, following, self._program)]
+            gate = [*before, *self._order.after_activations(before, following)]
             gate = [op for op in gate if not any(map(have_met, op.outputs))]  # of rows that a later message will bring
         if len(self._units) == 2 and config.prefetch:  # both gathered at once, and in any order: see `queue_apart`
             first, second = (made.operations() for made in self._units)
-            host_run_ahead.queue_apart(first, second, self._program)
+            self._order.queue_apart(first, second)
         unit = Unit(len(self._units), group, compute_dtype, shards)
         made_before = tape.operations_so_far()
         with self._order.ahead(before, following), self._own_emission(), tape.stop_recording():
@@ -195,9 +193,9 @@ class UnshardSchedule(OfBranch):
         self._let_read([x for x in tf.nest.flatten(outputs) if tf.is_symbolic_tensor(x)])
         self.flush()
         self._stubs.close()
-        if self._units and self._config.prefetch and host_run_ahead.is_on_chain(self._program):
+        if self._units and self._config.prefetch and self._order.is_on_chain:
             units = [([unit.gathered], [op for op in unit.operations() if not tape.is_backward(op)]) for unit in self._units]
-            host_run_ahead.queue_in_turn(units, self._program)
+            self._order.queue_in_turn(units)
 
     # Backward
 
@@ -291,12 +289,12 @@ class UnshardSchedule(OfBranch):
             reduced = [step.action.unit for step in steps if isinstance(step.action, Reduction)]
             flight = self._in_flight([by_unit[index] for index in reduced], uses, numbers)
             has_own_turns = self._program.has_own_turns(self._program.group_ranks("shard"))
-            if start and regathers and host_run_ahead.is_limited(self._program):
+            if start and regathers and self._order.is_limited:
                 # What is gathered again for those that follow would else wait for them. They wait for sums of a loss, too.
                 first = min(regathers, key=lambda regather: min(regather.uses))
                 readers = [reader.operation for reader in uses[first.unit]]
-                over = [start[-1], *host_run_ahead.last_on_chain(readers, self._program)]
-                host_run_ahead.run_when_done(readers, over, self._program, "backward")
+                over = [start[-1], *self._order.last_on_chain(readers)]
+                self._order.run_when_done(readers, over, "backward")
             for step in steps:
                 if isinstance(step.action, Regather):
                     gate = start if step.gate is None else [operations[number] for number in step.gate]
@@ -314,12 +312,9 @@ class UnshardSchedule(OfBranch):
         """Returns the full gradients, large ones made when the unit's gathered parameters have been read and freed."""
         fulls = [[stub.full for stub in message] for message in messages]
         flight = GradientsInFlight(fulls, numbers, self._program)
-        if host_run_ahead.is_on_chain(self._program):
+        if self._order.is_on_chain:
             operations = [one for one in self._order.operations([]) if one not in self._regathering]
-            borders = [one for one in self._order.borders if one not in self._regathering]
-            host_run_ahead.limit_lead(
-                fulls, self._program, operations, borders, collectives_each=2
-            )  # its reduction, and a gather
+            self._order.limit_lead(fulls, operations, collectives_each=2)  # its reduction, and a gather
         for number, message in enumerate(messages):
             flight.compute_after(number, list(dict.fromkeys(one.operation for one in uses.get(message[0].unit.index, []))))
         return flight
@@ -357,9 +352,9 @@ class UnshardSchedule(OfBranch):
         before = tape.operations_so_far()
         again = self._all_gather(unit, variables, gate, f"unshard/{unit.group.name}/backward")
         self._regathering.update(tape.operations_since(before))
-        if host_run_ahead.is_on_chain(self._program):
+        if self._order.is_on_chain:
             over = list(again.values())[-1].op
-            host_run_ahead.run_when_done([reader.operation for reader in readers], [over], self._program, "gathers of backward")
+            self._order.run_when_done([reader.operation for reader in readers], [over], "gathers of backward")
         copies = {unit.outputs[key].name: full for key, full in again.items()}
         for reader in readers:
             tape.reconnect(reader.operation, reader.tensor, copy_of(reader.tensor, copies))

@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import temporary
-from tfdist.collectives import RankProgram, SideChain, point_to_point
+from tfdist.collectives import RankProgram, point_to_point
 from tfdist.extensions.pipeline.action_clock import ActionClock
 from tfdist.extensions.pipeline.gradients import GradientSum, added
 from tfdist.extensions.pipeline.parameter_cache import ParameterCache
@@ -30,7 +30,6 @@ from tfdist.extensions.pipeline.stages.stage_functions import StageCall, StageFu
 from tfdist.graphs import tape
 from tfdist.losses.global_losses import whole_batch
 from tfdist.losses.sliced_batch import OWN_ROWS
-from tfdist.sharding import host_run_ahead
 from tfdist.sharding.recomputation import Recomputation
 from tfdist.sharding.variable import NotHereError
 
@@ -321,7 +320,7 @@ class _Pace:
     """How far the host runs ahead of a rank's GPU in a pipeline; that of one rank in one trace.
 
     A message between two GPUs waits for all that both have queued when it begins: a copy does, and so does one of NCCL's sums
-    (`sharding.host_run_ahead`). A host that runs ahead has queued the next actions by then, which the other rank waits for:
+    (`extensions.ordering`). A host that runs ahead has queued the next actions by then, which the other rank waits for:
 
         GPU 0          | 0F0 | 0F1 |                        a message is 0F0's result on its way to GPU 1
         its copies                 | message | message
@@ -356,6 +355,6 @@ class _Pace:
         """Returns what operations wait for that come behind `source`, whose message `is_sent` already, or will be next."""
         if not (self.is_limited and source):
             return source
-        emitted = self._program.attachment(SideChain).emitted() if self._is_chain else []
+        emitted = self._program.order.emitted() if self._is_chain else []
         before = emitted[:-1] if is_sent else emitted
-        return [host_run_ahead.on_device(self._program, [*source, *before[-1:]], "actions")]
+        return [self._program.order.on_device([*source, *before[-1:]], "actions")]

@@ -32,7 +32,6 @@ from tfdist.collectives import RankProgram, activations, rank_program
 from tfdist.custom_gradients import custom_gradient
 from tfdist.graphs import tape
 from tfdist.mesh import current_mesh
-from tfdist.sharding.queue_order import QueueOrder
 
 
 def tensor_program() -> RankProgram | None:
@@ -150,12 +149,12 @@ def _region(x: tf.Tensor, forward: _Side, backward: _Side, label: str, **axis: i
 
     @custom_gradient
     def border(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        with program.attachment(QueueOrder).aside():
+        with program.order.aside():
             y = forward(program, x, mesh_axis="tensor", label=label, **axis)
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             # Shapes are forgotten on the way back, and a collective wants to know what is static.
-            with tape.backward_scope(), program.attachment(QueueOrder).aside():
+            with tape.backward_scope(), program.order.aside():
                 upstream = tf.ensure_shape(upstream, y.shape)
                 return backward(program, upstream, mesh_axis="tensor", label=f"{label}/gradient", **axis)
 

@@ -11,6 +11,7 @@ import tfdist
 from tests.extensions.pipeline import pipeline_models
 from tests.parity.comparison import assert_same_tree
 from tfdist.collectives import point_to_point
+from tfdist.extensions.ordering import host_run_ahead
 from tfdist.extensions.pipeline.stages import masks, stage_functions
 from tfdist.graphs import tape
 
@@ -157,7 +158,7 @@ def test_functions_change_no_number(name, pipe, settings, monkeypatch):
     ranks, runs = (2 * pipe, []) if zero_stage else (pipe, None)
     if zero_stage:
         in_runs = stage_functions._Functions.forward_in_runs
-        monkeypatch.setattr(stage_functions.host_run_ahead, "is_limited", lambda _: True)
+        monkeypatch.setattr(host_run_ahead, "is_limited", lambda _: True)
         monkeypatch.setattr(
             stage_functions._Functions, "forward_in_runs", lambda *given: runs.append(in_runs(*given)) or runs[-1]
         )

@@ -34,12 +34,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, assign_buckets
+from tfdist.collectives.buckets import in_parts
 from tfdist.collectives.program import NotOnTrialError
 from tfdist.extensions.pipeline.parameter_cache import Key, ParameterCache
 from tfdist.extensions.pipeline.stages.masks import get_keras_mask, set_keras_mask
 from tfdist.extensions.pipeline.stages.stage import StageLayer, added_losses
 from tfdist.graphs import tape
-from tfdist.sharding import host_run_ahead
 from tfdist.sharding.parameter_group import ParameterGroup
 from tfdist.sharding.sharded_activations import may_hold_parts
 from tfdist.sharding.units import is_view
@@ -87,14 +87,14 @@ class StageFunctions:
         functions = self._traced[key]
         if functions is None:
             return None
-        waits_for_gathers = functions.weights and host_run_ahead.is_limited(self._program) and stage.index not in self._called
+        waits_for_gathers = functions.weights and self._program.order.is_limited and stage.index not in self._called
         self._called.add(stage.index)
         forward = functions.forward_in_runs(has_backward) if waits_for_gathers else [functions.forward[has_backward]]
         call = StageCall(functions, [x for x in tf.nest.flatten(given) if x is not None], forward)
         if waits_for_gathers:
-            host_run_ahead.gather_in_turn([*self._gathered, *(gathered for gathered, _ in call.runs)], self._program)
-            if host_run_ahead.is_on_chain(self._program):
-                host_run_ahead.queue_in_turn(call.runs, self._program)
+            self._program.order.gather_in_turn([*self._gathered, *(gathered for gathered, _ in call.runs)])
+            if self._program.order.is_on_chain:
+                self._program.order.queue_in_turn(call.runs)
             self._gathered = [gathered for gathered, _ in call.runs[-1:]]
         return call
 
@@ -294,7 +294,7 @@ class _Functions:
             for x in operation.inputs:
                 if x.name in self.weights:
                     first.setdefault(self.held.group_of(self.weights[x.name]), place)
-        starts = [begins[0] for begins in host_run_ahead.in_parts(sorted(set(first.values())), count)[1:]]
+        starts = [begins[0] for begins in in_parts(sorted(set(first.values())), count)[1:]]
         return [set(ordered[a:b]) for a, b in itertools.pairwise([0, *starts, len(ordered)]) if a < b]
 
 
@@ -333,10 +333,10 @@ def _split(gradients: Sequence[Any], count: int, bucket_bytes: int | None) -> li
     is_one = bucket_bytes is None or not gradients
     buckets = [list(range(len(gradients)))] if is_one else assign_buckets(sizes, bucket_bytes)
     if len(buckets) < count:  # the last ones are cut in more: what is sent before a step's end has less to pass behind
-        pieces = sorted(map(len, host_run_ahead.in_parts(range(count), len(buckets))))
-        runs = [run for bucket, number in zip(buckets, pieces, strict=True) for run in host_run_ahead.in_parts(bucket, number)]
+        pieces = sorted(map(len, in_parts(range(count), len(buckets))))
+        runs = [run for bucket, number in zip(buckets, pieces, strict=True) for run in in_parts(bucket, number)]
     else:
-        runs = [list(itertools.chain(*several)) for several in host_run_ahead.in_parts(buckets, count)]
+        runs = [list(itertools.chain(*several)) for several in in_parts(buckets, count)]
     return [tf.nest.flatten([gradients[place] for place in run], expand_composites=True) for run in runs]
 
 

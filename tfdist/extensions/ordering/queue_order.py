@@ -7,10 +7,10 @@ it, and they hide the messages of other gradients in the same way.
     made       dX 1   dW 1   dX 0   dW 0   all-reduce of dX 0
     queued     dX 1   dX 0   all-reduce of dX 0   dW 1   dW 0        (products of the layer before follow when that is over)
 
-A device that begins a collective waits for all that is queued until then (`sharding.host_run_ahead`). So gradients of weights
+A device that begins a collective waits for all that is queued until then (`host_run_ahead`). So gradients of weights
 are queued when the device has computed what the collective sends, and so after it has begun.
 
-Between processes collectives stand on a chain. There those of activations stand aside (`collectives.side_chain`) until those of
+Between processes collectives stand on a chain. There those of activations stand aside (`side_chain`) until those of
 gradients have been emitted, and each of these gets its place in the same order: behind what it sends. So it is in forward with
 gathers of parameters (stage 3), which are emitted behind the activations that their own layers read:
 
@@ -31,32 +31,32 @@ from collections.abc import Iterator, Sequence, Set
 
 import tensorflow as tf
 
-from tfdist.collectives import OfBranch, RankProgram, SideChain
+from tfdist.collectives import RankProgram
+from tfdist.collectives.step_order import NoOrder
+from tfdist.extensions.ordering import host_run_ahead
+from tfdist.extensions.ordering.side_chain import LANE, SideChain
 from tfdist.graphs import tape
-from tfdist.sharding import host_run_ahead
 from tfdist.sharding.recomputation import Recomputation
 
 
-class QueueOrder(OfBranch):
+class QueueOrder(NoOrder):
     """That of one trace; what has a place in it keeps it. An attachment of the rank's program.
 
     Attributes:
         sends_activations_first: whether the order is another than that in which operations were made. On a chain only
             where no ranks of the axis "pipe" have messages in its order, too.
         borders: the operations that end what lies between two collectives; on a chain these collectives themselves.
-        has_written: whether parameters are written: what those that are gathered then are computed of nobody knows here.
     """
 
     def __init__(self, program: RankProgram):
-        self._program = program
+        super().__init__(program)
         self._operations: list[tf.Operation] = []
-        self._side = program.attachment(SideChain)
-        is_aside = host_run_ahead.is_on_chain(program) and program.mesh.pipeline_parallel_size == 1 and program.outer is None
+        self._side: SideChain = program.attachment(SideChain)
+        self.is_limited, self.is_on_chain = host_run_ahead.is_limited(program), host_run_ahead.is_on_chain(program)
+        is_aside = self.is_on_chain and program.mesh.pipeline_parallel_size == 1 and program.outer is None
         self._is_aside = is_aside and program.mesh.tensor_parallel_size > 1
         self.sends_activations_first = host_run_ahead.begins_by_itself(program) or self._is_aside
-        self.borders: list[tf.Operation] = []
         self._has_gathers = False
-        self.has_written = False
 
     def aside(self) -> contextlib.AbstractContextManager[None]:
         """A block whose collectives, of activations, stand aside where a chain would have them before all others.
@@ -94,6 +94,44 @@ class QueueOrder(OfBranch):
         with self._side.block() as block:
             yield
         block.place = self._activations_before(tape.operations_since(before))
+
+    def note_record(self, lane: int) -> None:
+        if lane == LANE:
+            self._side.note_record()
+
+    def join(self) -> None:
+        self._side.join()
+
+    def emitted(self) -> list[tf.Operation]:
+        return self._side.emitted()
+
+    def after_activations(self, readers: Sequence[tf.Operation], following: Sequence[tf.Operation]) -> list[tf.Operation]:
+        return host_run_ahead.after_activations(readers, following, self._program)
+
+    def last_on_chain(self, before: Sequence[tf.Operation]) -> list[tf.Operation]:
+        return host_run_ahead.last_on_chain(before, self._program)
+
+    def queue_apart(self, first: Sequence[tf.Operation], second: Sequence[tf.Operation]) -> None:
+        host_run_ahead.queue_apart(first, second, self._program)
+
+    def queue_in_turn(self, units: Sequence[tuple[Sequence[tf.Operation], Sequence[tf.Operation]]]) -> None:
+        host_run_ahead.queue_in_turn(units, self._program)
+
+    def gather_in_turn(self, units: Sequence[Sequence[tf.Operation]]) -> None:
+        host_run_ahead.gather_in_turn(units, self._program)
+
+    def limit_lead(
+        self, messages: Sequence[Sequence[tf.Tensor]], operations: Sequence[tf.Operation], collectives_each: int = 1
+    ) -> None:
+        known = set(operations)
+        borders = [border for border in self.borders if border in known]
+        host_run_ahead.limit_lead(messages, self._program, operations, borders, collectives_each)
+
+    def run_when_done(self, held: Sequence[tf.Operation], operations: Sequence[tf.Operation], kind: str) -> None:
+        host_run_ahead.run_when_done(held, operations, self._program, kind)
+
+    def on_device(self, operations: Sequence[tf.Operation], kind: str) -> tf.Operation:
+        return host_run_ahead.on_device(self._program, operations, kind)
 
     def operations(self, gradients: Sequence[tf.Tensor]) -> list[tf.Operation]:
         """Returns all operations of the graph, in this order.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tfdist.collectives.side_chain import merged
+from tfdist.extensions.ordering.side_chain import merged
 
 
 @pytest.mark.parametrize(

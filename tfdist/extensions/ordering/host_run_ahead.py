@@ -20,7 +20,7 @@ queued when that is over and the GPU has heard of it, which gives the gather's s
     gathers    0   | 1                  | 2                  | ...
     host queues      0, begins 1          1, begins 2
 
-So it is with activations of tensor-parallel layers (`tfdist.sharding.queue_order`): at the end of their collective both its
+So it is with activations of tensor-parallel layers (`queue_order`): at the end of their collective both its
 successor, a reduction, and the products that read them are free, and the first must begin before the others are queued.
 
 The GPU waits for the host at the end of each part, so the parts should be few. Who begins first is a race, and one that is lost
@@ -34,17 +34,18 @@ Note: the last message. An update stands on the stream of the products, behind a
 reduced; then its parameters are gathered. Behind the last message's products, queued at once, no gather could pass that is not
 ready before they begin. So they are queued in parts within a process, too.
 
-The edges lead from what is earlier in the order in which operations are queued (`tfdist.sharding.queue_order`) to what is later,
+The edges lead from what is earlier in the order in which operations are queued (`queue_order`) to what is later,
 or beside an edge from a gather to what reads it, and so close no cycle; what waits is never a collective.
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, SideChain
+from tfdist.collectives import RankProgram
+from tfdist.collectives.buckets import in_parts
+from tfdist.extensions.ordering.side_chain import SideChain
 from tfdist.graphs import tape
 from tfdist.graphs.walks import reached
 from tfdist.placements.kernels import adds_up
@@ -239,12 +240,6 @@ def _needing(operation: tf.Operation, later: Sequence[tf.Operation]) -> set[tf.O
         if not found.isdisjoint(tape.inputs_of(one)):
             found.add(one)
     return found
-
-
-def in_parts(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
-    """Returns `items` in up to `count` runs of about equally many, none empty."""
-    bounds = [len(items) * place // count for place in range(count + 1)]
-    return [items[begin:end] for begin, end in itertools.pairwise(bounds) if begin < end]
 
 
 def _made_by(operation: tf.Operation, numbers: Mapping[str, int]) -> tf.Operation:

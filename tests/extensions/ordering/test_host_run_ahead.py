@@ -15,9 +15,9 @@ import tensorflow as tf
 import tfdist
 from tests import training
 from tfdist.collectives import RING
+from tfdist.extensions.ordering import host_run_ahead
 from tfdist.extensions.pipeline.stages import stage_functions
 from tfdist.graphs import tape
-from tfdist.sharding import host_run_ahead
 
 GROUPS, BUCKETS = 5, 7  # of the model's parameters, and of its gradients, in the sizes below
 
