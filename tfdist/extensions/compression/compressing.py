@@ -1,44 +1,35 @@
 """What travels in fewer bytes in a step: the core's questions, answered."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import Communicator, RankProgram
+from tfdist.collectives import RankProgram
 from tfdist.collectives.plan import Ranks
 from tfdist.extensions.compression import compressed, exact_shards
 from tfdist.extensions.compression.error_feedback import ErrorFeedback
 from tfdist.extensions.compression.names import compressor_of
 from tfdist.extensions.compression.residuals import keep_residuals_of, refuse_two_sums
-from tfdist.sharding.compression import Compressor, NoCompression
+from tfdist.sharding.compression import NoCompression
 from tfdist.sharding.shard_messages import SumOfGradients
 
 
 class Compressing(NoCompression):
     """Gradients and parameters travel as the settings of their strategy say."""
 
-    def compressor_of(self, argument: str, value: Any) -> Compressor | None:
-        return compressor_of(argument, value)
-
-    def check_it_pays(self, communicator: Communicator, compressor: Compressor, setting: dict[str, Any]) -> None:
-        compressed.check_it_pays(communicator, compressor, setting)
+    compressor_of: Any = staticmethod(compressor_of)
+    check_it_pays: Any = staticmethod(compressed.check_it_pays)
+    all_gather: Any = staticmethod(compressed.all_gather)
+    gather_differences: Any = staticmethod(exact_shards.gather_differences)
+    complete_copies: Any = staticmethod(exact_shards.complete_copies)
+    refuse_two_sums: Any = staticmethod(refuse_two_sums)
 
     def reduce_scatter(self, message: Any, rows: Sequence[tf.Tensor], ranks: Ranks, dtype: tf.DType) -> list[tf.Tensor]:
         return _summed(message, compressed.reduce_scatter, rows, ranks, message.label, dtype)
 
     def all_reduce(self, message: Any, parts: Sequence[tf.Tensor], ranks: Ranks, label: str, dtype: tf.DType) -> list[tf.Tensor]:
         return _summed(message, compressed.all_reduce, parts, ranks, label, dtype)
-
-    def all_gather(
-        self, program: RankProgram, parts: Sequence[tf.Tensor], compressors: Sequence[Compressor], ranks: Ranks, label: str
-    ) -> list[tf.Tensor]:
-        return compressed.all_gather(program, parts, compressors, ranks, label)
-
-    def gather_differences(
-        self, program: RankProgram, shards: Sequence[tf.Tensor], variables: Sequence[Any], label: str, config: Any
-    ) -> list[Any]:
-        return exact_shards.gather_differences(program, shards, variables, label, config)
 
     def encoded(self, program: RankProgram) -> list[tf.Operation]:
         return program.attachment(ErrorFeedback).encoded
@@ -49,12 +40,6 @@ class Compressing(NoCompression):
     def keep_state(self, optimizer: Any, variables: Sequence[Any], config: Any, accumulates_partial_sums: bool) -> None:
         exact_shards.keep_exact_shards_of(optimizer, variables, config)
         keep_residuals_of(optimizer, variables, config, accumulates_partial_sums)
-
-    def refuse_two_sums(self, config: Any) -> None:
-        refuse_two_sums(config)
-
-    def complete_copies(self, variables: Iterable[Any]) -> None:
-        exact_shards.complete_copies(variables)
 
 
 def _summed(
