@@ -82,7 +82,7 @@ def note_python(made: Any) -> Any:
     return made
 
 
-def is_free(seconds: float = 5.0) -> bool:
+def is_free(seconds: float) -> bool:
     """Whether the mutex can be had within so many seconds: no step holds it for longer, but one may wait for its data."""
 
     def take() -> None:

@@ -26,7 +26,7 @@ from tfdist.runtime import coordination
 from tfdist.runtime.failure import end_process
 from tfdist.runtime.standing import where_beside
 
-_GRACE_SECONDS = 10.0
+_SURE_SECONDS, _GRACE_SECONDS = 5.0, 10.0
 _BUSY = 0.05  # of a processor: a process that uses more goes on
 
 
@@ -79,17 +79,25 @@ def _watch() -> None:
         for call in list(_calls):
             call.looks += 1
             is_idle = time.process_time() - call.used <= _BUSY * call.looks
-            if is_idle and call.looks > call.timeout_seconds and not exclusion.is_free():
+            if is_idle and call.looks > call.timeout_seconds and _waits_for_nothing(call):
                 _end(call)
             elif not is_idle or call.looks > call.timeout_seconds:
                 call.looks, call.used = 0, time.process_time()
 
 
+def _waits_for_nothing(call: _Call) -> bool:
+    """Whether a call that has been idle for so long has its data, and is idle still."""
+    used = time.process_time()
+    return not exclusion.is_free(_SURE_SECONDS) and time.process_time() - used <= _BUSY * _SURE_SECONDS and call in _calls
+
+
 def _end(call: _Call) -> None:
+    if (graph := call.graph()) is None:
+        return  # it is over
     beside = where_beside()
     call.ended_by = errors.message(
         f"A step has waited for {call.timeout_seconds:.0f} s (`step_timeout_seconds`), and used no processor: its devices wait "
-        f"for each other, or for code that does not return{finished_graphs.what_waits(call.graph())}"
+        f"for each other, or for code that does not return{finished_graphs.what_waits(graph)}"
         f"{f'. A thread is at {beside}' if beside else ''}.",
         fix="Mend that, and start the program again: collectives of this process fail from here on.",
     )
