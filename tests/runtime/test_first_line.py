@@ -41,7 +41,7 @@ def spoilt():
 
 def test_an_error_of_a_generator():
     line, of_python = told(fit, tf.data.Dataset.from_generator(spoilt, output_signature=ROWS))
-    assert line.startswith("ValueError: the data are spoilt: row 13 (") and "test_first_line.py, line 37)" in line
+    assert line.startswith("ValueError: the data are spoilt: row 13 (") and "test_first_line.py, line 39)" in line
     assert of_python
 
 

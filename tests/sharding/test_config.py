@@ -29,8 +29,8 @@ def test_a_strategy_shows_every_setting(strategy):
 
 
 def test_settings_by_name_in_one_object_and_both():
-    config = tfdist.ShardingConfig(zero_stage=3, prefetch=2, reduce_dtype="bfloat16")
-    assert config.reduce_dtype is tf.bfloat16
+    config = tfdist.ShardingConfig(zero_stage=3, prefetch=2, reduce_dtype="float64")
+    assert config.reduce_dtype is tf.float64
     for strategy in STRATEGIES:
         assert strategy(config=config).sharding_config.settings() == config.settings()
         both = strategy(config=config, zero_stage=1, tensor_parallel_size=2)
