@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import itertools
 import json
 import os
 import pathlib
@@ -92,7 +91,7 @@ def main() -> None:
     for stage in args.stages:
         walk = walk_of(stage)
         entered = collections.Counter(walk.files)
-        stays = len(list(itertools.groupby(walk.files)))
+        stays = len(walk.files)
         print(f"{stage:5} {len(entered):6} {stays:6} {stays - len(entered):8}")
         if args.files:
             print("\n".join(f"{count:5} {file}" for file, count in entered.most_common()))

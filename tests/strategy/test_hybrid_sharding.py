@@ -14,14 +14,14 @@ from training import Trained, assert_same, custom_loop, fit, mlp, one_device, sm
 
 import tfdist
 from tests import workers
+from tests.extensions.compression.test_compression import plan_of
+from tests.extensions.pipeline import pipeline_models
+from tests.extensions.tensor import tensor_models
 from tests.parity import optimizer_cases
 from tests.parity.comparison import assert_same_tree
 from tests.strategy import worker_cases
+from tfdist.extensions.compression import NAMES
 
-plan_of = pytest.importorskip("tests.extensions.compression.test_compression").plan_of
-NAMES = pytest.importorskip("tfdist.extensions.compression").NAMES
-pipeline_models = pytest.importorskip("tests.extensions.pipeline.pipeline_models")
-tensor_models = pytest.importorskip("tests.extensions.tensor.tensor_models")
 pytestmark = pytest.mark.as_traced
 
 

@@ -67,7 +67,7 @@ def check(graph: tf.Graph) -> None:
 
 
 def what_waits(graph: tf.Graph) -> str:
-    """Returns, in words, the operations of `graph` that code outside may hold up, and which collective waits behind each."""
+    """Returns, in words, the operations of `graph` that code outside may hold up, and which collective waits for each."""
     operations, said = graph.get_operations(), ""
     nodes = _nodes(operations)
     for blocker in (one for one in operations if one.type.startswith(_HELD_UP)):
@@ -77,7 +77,7 @@ def what_waits(graph: tf.Graph) -> str:
                 after.add(one)
                 if one in nodes:
                     members = ", ".join(f"{other.name}{_on(other)}" for other, node in nodes.items() if node == nodes[one])
-                    said += f"; behind {_named(blocker)} wait {members}"
+                    said += f"; {members} wait for {_named(blocker)}"
                     break
     return said
 

@@ -23,7 +23,7 @@ class NoOrder(OfBranch):
     has queued, results are the same, and less is hidden.
 
     Attributes:
-        borders: the operations behind which nothing is queued before a collective is over.
+        borders: the operations after which nothing is queued before a collective is over.
         has_written: whether the step has written parameters.
     """
 
@@ -38,7 +38,7 @@ class NoOrder(OfBranch):
 
     # Collectives
 
-    def aside(self) -> contextlib.AbstractContextManager[None]:
+    def may_be_overtaken(self) -> contextlib.AbstractContextManager[None]:
         """A block whose collectives, of activations, others that are emitted later may be sent before."""
         return contextlib.nullcontext()
 
@@ -67,7 +67,7 @@ class NoOrder(OfBranch):
         return self._program.graph.get_operations()
 
     def after_activations(self, readers: Sequence[tf.Operation], following: Sequence[tf.Operation]) -> list[tf.Operation]:
-        """Returns what a gather waits for, besides `readers` of earlier parameters, to begin behind activations."""
+        """Returns what a gather waits for, besides `readers` of earlier parameters, to begin after activations."""
         return []
 
     def last_on_chain(self, before: Sequence[tf.Operation]) -> list[tf.Operation]:
@@ -81,16 +81,16 @@ class NoOrder(OfBranch):
         """Has what reads a unit's parameters queued when their gather is over, and the device is done with the unit before."""
 
     def gather_in_turn(self, units: Sequence[Sequence[tf.Operation]]) -> None:
-        """Has the gathers of a unit begin behind those of the unit before, where all would begin at once."""
+        """Has the gathers of a unit begin after those of the unit before, where all would begin at once."""
 
     def limit_lead(
         self, messages: Sequence[Sequence[tf.Tensor]], operations: Sequence[tf.Operation], collectives_each: int = 1
     ) -> None:
-        """Holds the backward pass of gradients that leave in `messages`, in this order, back behind the device.
+        """Holds the backward pass of gradients that leave in `messages`, in this order, until the device has come near.
 
         Args:
             operations: those of the graph, in the order in which they are queued.
-            collectives_each: how many collectives are to pass behind the products of a message.
+            collectives_each: how many collectives are to pass during the products of a message.
         """
 
     def run_when_done(self, held: Sequence[tf.Operation], operations: Sequence[tf.Operation], kind: str) -> None:

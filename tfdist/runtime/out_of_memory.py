@@ -22,4 +22,4 @@ def explain(function: Any, error: BaseException) -> None:
         if said:
             error.add_note(said)
     except Exception as failure:  # what has happened matters more than why it cannot be explained
-        error.add_note(errors.message(f"What filled the memory cannot be told: {type(failure).__name__}: {failure}"))
+        error.add_note(errors.message(f"What filled the memory cannot be said: {type(failure).__name__}: {failure}"))

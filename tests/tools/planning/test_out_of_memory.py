@@ -102,7 +102,7 @@ def test_an_explanation_that_fails_hides_nothing(monkeypatch):
     monkeypatch.setattr(out_of_memory, "explanation", broken)
     error = tf.errors.ResourceExhaustedError(None, None, TOLD)
     notes.explain(fail, error)
-    assert str(error) == TOLD and error.__notes__ == ["What filled the memory cannot be told: KeyError: 'explainer'"]
+    assert str(error) == TOLD and error.__notes__ == ["What filled the memory cannot be said: KeyError: 'explainer'"]
     notes.explain(fail, error)  # it has passed here
     other = ValueError("no memory")
     notes.explain(fail, other)

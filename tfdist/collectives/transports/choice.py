@@ -1,7 +1,7 @@
 """The one place that chooses how bytes travel, when a strategy is made.
 
 NCCL between whole physical GPUs; else TensorFlow's ring, in pieces between processes. CPU workers that turn out to be on one
-machine may then reach each other in another way (`same_host`), unless they are told not to.
+machine may then reach each other in another way (`same_host`), unless the user asks for the ring.
 """
 
 from collections.abc import Sequence

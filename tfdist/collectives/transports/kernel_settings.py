@@ -37,7 +37,7 @@ def from_bytes(moved: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def with_zeros(x: tf.Tensor, missing: int | tf.Tensor, axis: int = 0) -> tf.Tensor:
-    """Returns `x` with `missing` zeros behind it along `axis`; its other dimensions are known.
+    """Returns `x` followed by `missing` zeros along `axis`; its other dimensions are known.
 
     `tf.pad` has no kernel for int64 and uint16 on GPUs: labels would travel to the host and back.
     """

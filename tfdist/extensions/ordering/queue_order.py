@@ -58,7 +58,7 @@ class QueueOrder(NoOrder):
         self.sends_activations_first = host_run_ahead.begins_by_itself(program) or self._is_aside
         self._has_gathers = False
 
-    def aside(self) -> contextlib.AbstractContextManager[None]:
+    def may_be_overtaken(self) -> contextlib.AbstractContextManager[None]:
         """A block whose collectives, of activations, stand aside where a chain would have them before all others.
 
         In backward, and in forward where parameters are gathered.

@@ -149,12 +149,12 @@ def _region(x: tf.Tensor, forward: _Side, backward: _Side, label: str, **axis: i
 
     @custom_gradient
     def border(x: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-        with program.order.aside():
+        with program.order.may_be_overtaken():
             y = forward(program, x, mesh_axis="tensor", label=label, **axis)
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             # Shapes are forgotten on the way back, and a collective wants to know what is static.
-            with tape.backward_scope(), program.order.aside():
+            with tape.backward_scope(), program.order.may_be_overtaken():
                 upstream = tf.ensure_shape(upstream, y.shape)
                 return backward(program, upstream, mesh_axis="tensor", label=f"{label}/gradient", **axis)
 
