@@ -8,7 +8,7 @@ from unittest import mock
 
 import tensorflow as tf
 
-from tfdist.collectives import communicator, program
+from tfdist.collectives import communicator, rank
 from tfdist.collectives.transports import choice, same_host
 
 
@@ -19,7 +19,7 @@ def pretended_gpus(*, are_whole: bool) -> Iterator[None]:
         stack.enter_context(mock.patch.object(choice, "uses_physical_gpus", lambda devices: are_whole))
         stack.enter_context(mock.patch.object(program, "are_cpus", lambda devices: False))
         stack.enter_context(mock.patch.object(same_host.SAME_HOST, "now", same_host.AsOtherHosts()))
-        for module in (communicator, program):
+        for module in (communicator, rank):
             stack.enter_context(mock.patch.object(module, "host_of", _host_of))
         yield
 

@@ -7,8 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.collectives import CollectiveRecord
-from tfdist.collectives.instance_keys import KEYS_PER_COLLECTIVE, InstanceKeys
-from tfdist.collectives.program import log2_ceiling
+from tfdist.collectives.instance_keys import KEYS_PER_COLLECTIVE, InstanceKeys, log2_ceiling
 
 OPS, GROUPS, SHAPES = ("all_reduce", "all_gather", "broadcast"), ((0, 1), (0, 1, 2)), ((3,), (3, 4), (), (None, 4))
 RECORDS = [

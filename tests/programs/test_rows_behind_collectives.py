@@ -93,7 +93,7 @@ def numbers(strategy, losses):
     found, lost = {}, set()
 
     def on_rank(kind, x, y):
-        p, repair = model(x), rank_program().attachment(Repair)
+        p, repair = model(x), rank_program().part(Repair)
         whole = {name: repair.whole(loss(y, p), "loss") for name, loss in losses.items()}
         lost.update((name, kind) for name, x in whole.items() if x is None)
         return {name: x for name, x in whole.items() if x is not None}

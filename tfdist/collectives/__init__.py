@@ -12,12 +12,12 @@ from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.cross_replica import CrossReplica, cross_replica_of
 from tfdist.collectives.eager import EagerProgram
 from tfdist.collectives.naive import gather_to_master_all_reduce, naive_master_bytes, ring_bytes
-from tfdist.collectives.ops import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, watched_groups
+from tfdist.collectives.ops import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from tfdist.collectives.parts import OF_EXTENSIONS, OfBranch, Part
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord
 from tfdist.collectives.point_to_point import receive, send
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.rows import can_be_gathered, gather_rows
-from tfdist.collectives.step_order import OfBranch
 from tfdist.collectives.transports.choice import choose_transport
 from tfdist.collectives.transports.kernels import NCCL, RING
 from tfdist.collectives.transports.member_order import find_member_orders, make_groups
@@ -30,7 +30,6 @@ __all__ = [
     "RING",
     "CollectivePlan",
     "CollectiveRecord",
-    "OfBranch",
     "RankProgram",
     "all_gather",
     "all_reduce",

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives import group_ops
 from tfdist.collectives.plan import Ranks
-from tfdist.collectives.program import RankProgram
+from tfdist.collectives.program import BranchPoint, RankProgram
 from tfdist.collectives.where import rank_program
 from tfdist.graphs import tape
 
@@ -43,7 +43,7 @@ def trace_branches(selector: Any, functions: Sequence[Callable[[], Any]], build:
     return Selection(program.root, selector if selector.shape.rank == 0 else tf.reshape(selector, [])).build(functions, build)
 
 
-class Selection:
+class Selection(BranchPoint):
     """One `tf.cond` or `tf.case` of a rank's function, while it is traced.
 
     Args:
@@ -79,7 +79,7 @@ class Selection:
     def _trace(self, function: Callable[[], Any], is_last: bool) -> Any:
         graph = tf.compat.v1.get_default_graph()
         self._branches.append(graph)
-        self._root.selections[graph] = self
+        self._root.branch_points[graph] = self
         outputs = function()
         if (program := self.program_of(graph) if self.has_sent else self.programs.get(graph)) is not None:
             outputs = tf.nest.map_structure(functools.partial(self._returned, program), outputs)
@@ -87,8 +87,8 @@ class Selection:
         if is_last and (self.programs or self._compared):
             read = [outside for branch in self._branches for outside, _ in branch.captures if tf.is_symbolic_tensor(outside)]
             with self._graph.as_default():
-                for settle in self._root.innermost().before_branch:
-                    settle(read)
+                for part in self._root.innermost().parts:
+                    part.before_branch(read)
         return outputs
 
     def _returned(self, program: RankProgram, output: Any) -> Any:

@@ -5,7 +5,6 @@ import functools
 import itertools
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
@@ -16,11 +15,34 @@ from tfdist.graphs.calls import around_calls
 from tfdist.mesh import DATA_AXES, MESH_AXES, DeviceMesh
 from tfdist.runtime import Turns
 
-if TYPE_CHECKING:
-    from tfdist.collectives.transports.transport import MessageTransport, Transport
-
 # Room for all pairs of 350 ranks, twice; keys are int32, so that a process may have 8,000 communicators.
 _KEYS_PER_COMMUNICATOR = 1 << 18
+
+
+class MessageCarrier:
+    """What is asked of a `MessageTransport` before it carries anything."""
+
+    # Whether messages stand on the chain of the rank's collectives, in program order, as `send` and `receive` do. Then the ranks
+    # must all take part in them in one order: none may be received later than in its turn.
+    is_in_order = False
+    holds_thread = False  # whether to receive holds one of the threads that run operations until the message is there
+
+
+class Carrier:
+    """What is asked of a `Transport` before it carries anything."""
+
+    hint: str  # `communication_hint` of TensorFlow's kernels, where they move bytes
+    messages: MessageCarrier  # how messages between two ranks travel that have no other way
+    holds_thread = False  # whether a collective holds one of the threads that run operations until all members have come
+    # Whether collectives within one process begin when their input is there, in an order that the transport makes the same on all
+    # devices. Else, and between processes, they stand on the chain of the rank, in program order.
+    has_own_turns = False
+    sums_to_move = False  # whether broadcasts, and messages that stand on the chain, are all-reduces
+    waits_for_queue = False  # whether a collective waits for all that its device has queued when it begins
+
+    def exchanges(self, communicator: "Communicator", ranks: Ranks) -> bool:
+        """Whether `ranks` have an all-to-all; where they do not, all gather what each has for each."""
+        return True
 
 
 class Communicator:
@@ -45,7 +67,7 @@ class Communicator:
     def __init__(
         self,
         mesh: DeviceMesh,
-        transport: "Transport",
+        transport: Carrier,
         local_ranks: Sequence[int] | None = None,
         absent_ranks: Sequence[int] = (),
     ):
@@ -54,8 +76,8 @@ class Communicator:
         self.local_ranks = tuple(range(mesh.world_size) if local_ranks is None else local_ranks)
         self.process_ranks = (*self.local_ranks, *absent_ranks)
         # Of groups that have one of their own, set when the strategy is made; and the same for messages, by the other rank.
-        self.transports: dict[Ranks, Transport] = {}
-        self.message_transports: dict[int, MessageTransport] = {}
+        self.transports: dict[Ranks, Carrier] = {}
+        self.message_transports: dict[int, MessageCarrier] = {}
         self.member_orders: dict[Ranks, list[int]] = {}  # see `transports.member_order`
         self.programs: list[CollectivePlan] = []  # what was traced; only kept where other workers take part
         self.turns: Turns | None = None  # of threads, where other workers take part
@@ -82,7 +104,7 @@ class Communicator:
     def is_multi_worker(self) -> bool:
         return len(self.process_ranks) < self.mesh.world_size
 
-    def transport_of(self, ranks: Ranks) -> "Transport":
+    def transport_of(self, ranks: Ranks) -> Carrier:
         """Returns how the collectives of the group of `ranks` travel."""
         return self.transports.get(ranks, self.transport)
 

@@ -22,9 +22,10 @@ import tensorflow as tf
 from tfdist import errors
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.cross_replica import CrossReplica
+from tfdist.collectives.emission import Emission
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord, Ranks, TensorLike
 from tfdist.collectives.program import RankProgram
-from tfdist.collectives.transports.transport import Transport
+from tfdist.collectives.transports.transport import Transport, transport_of
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,9 +49,9 @@ class EagerProgram(RankProgram):
     def __init__(
         self, communicator: Communicator, rank: int, plan: CollectivePlan, cross_replica: CrossReplica, arguments: Any = ()
     ):
-        super().__init__(communicator, rank, tf.compat.v1.get_default_graph(), plan, arguments)
         self._cross_replica = cross_replica
         self._transport = _MeetingTransport(self)
+        super().__init__(communicator, rank, tf.compat.v1.get_default_graph(), plan, arguments)
 
     def transport_of(self, ranks: Ranks) -> Transport:
         return self._transport
@@ -65,8 +66,7 @@ class EagerProgram(RankProgram):
                 "a function that `strategy.run` runs eagerly. Eager ranks meet in Python.",
                 fix="Put `@tf.function` around `strategy.run`, or nowhere.",
             )
-        for callback in self.before_collective:
-            callback()
+        self.settle()
         self.plan.add(self.rank, record)
         return self._wait_for(_Call(self.rank, record, key, emit, value))
 
@@ -131,10 +131,10 @@ class _MeetingTransport(Transport):
     all_to_all: Any = functools.partialmethod(_together, "all_to_all")
     reduce_scatter: Any = functools.partialmethod(_together, "reduce_scatter")
 
-    def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
+    def broadcast(self, program: Emission, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
         def emit(rank: RankProgram, value: tf.Tensor) -> tf.Tensor:
             mine = value if rank.rank == source else tf.TensorSpec(value.shape, value.dtype)
-            return rank.transport_of(ranks).broadcast(rank, mine, ranks, source, op, label)
+            return transport_of(rank, ranks).broadcast(rank, mine, ranks, source, op, label)
 
         is_summed = program.communicator.transport_of(ranks).sums_to_move
         record = CollectiveRecord(op, ranks, tuple(x.shape), x.dtype.name, label, source, is_summed)

@@ -240,13 +240,8 @@ def _enter(op: str, x: tf.Tensor, mesh_axis: str) -> tuple[RankProgram, tf.Tenso
 def watched(program: RankProgram, x: tf.Tensor, ranks: Ranks) -> tf.Tensor:
     """Returns `x`, which is about to be sent, and notes it if a tape watches it: on the way back of another tape, too."""
     if x.dtype.is_floating and (program.outer is not None or tape.tapes_watching([x])):  # none looks into a branch
-        program.attachment(watched_groups).add(ranks)
+        program.watched_groups.add(ranks)
     return x
-
-
-def watched_groups(_: RankProgram) -> set[Ranks]:
-    """Groups in which gradients may be sent: of what a tape watches, or from one rank to another; an attachment of a program."""
-    return set()
 
 
 def _check_rows(op: str, x: tf.Tensor, static_rows: bool = False) -> None:

@@ -110,16 +110,16 @@ class CollectivePlan:
         self._agreed: dict[Ranks, list[CollectiveRecord]] = collections.defaultdict(list)
         self._position: collections.Counter[tuple[int, tuple[int, ...]]] = collections.Counter()
         self._of_kind: collections.Counter[tuple[int, tuple[Any, ...]]] = collections.Counter()
-        self._attachments: dict[Callable[..., Any], Any] = {}
+        self._shared: dict[Callable[..., Any], Any] = {}
 
-    def attachment(self, kind: Callable[..., Any], *arguments: Any) -> Any:
+    def shared(self, kind: Callable[..., Any], *arguments: Any) -> Any:
         """Returns the one `kind(*arguments)` that all local ranks of this trace share, made on first use.
 
         It may have a `check_complete`, too.
         """
-        if kind not in self._attachments:
-            self._attachments[kind] = kind(*arguments)
-        return self._attachments[kind]
+        if kind not in self._shared:
+            self._shared[kind] = kind(*arguments)
+        return self._shared[kind]
 
     def add(self, rank: int, record: CollectiveRecord) -> int:
         """Appends `record` to `rank`'s program; returns how many of its kind were there before.
@@ -163,10 +163,10 @@ class CollectivePlan:
 
     def check_complete(self) -> None:
         """Raises RuntimeError when ranks would wait for ever: for one that ran fewer collectives, or for each other."""
-        for attached in self._attachments.values():
-            if hasattr(attached, "check_complete"):
-                attached.check_complete()
-        self._attachments.clear()  # they may hold tensors, and with them the graph, of a trace whose plan is kept
+        for one in self._shared.values():
+            if hasattr(one, "check_complete"):
+                one.check_complete()
+        self._shared.clear()  # they may hold tensors, and with them the graph, of a trace whose plan is kept
         for ranks, agreed in self._agreed.items():
             counts = {rank: self._position[rank, ranks] for rank in ranks if rank in self.local_ranks}
             if set(counts.values()) != {len(agreed)}:

@@ -10,12 +10,12 @@ On GPUs messages between processes do have an order, that of `send` and `receive
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import group_ops, ops
+from tfdist.collectives import group_ops
 from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.graph_edges import GraphEdges
 from tfdist.collectives.transports.transport import MessageTransport
@@ -106,7 +106,7 @@ def receive(
 def _pair(op: str, argument: str, index: int, mesh_axis: str) -> tuple[RankProgram, int, tuple[int, int]]:
     program = current_program(f"`{op}`")
     ranks = program.group_ranks(mesh_axis)
-    program.attachment(ops.watched_groups).add(ranks)
+    program.watched_groups.add(ranks)
     received: dict[str, Any] = {argument: index}
     if not 0 <= index < len(ranks) or ranks[index] == program.rank:
         raise errors.value_error(
@@ -145,8 +145,8 @@ def message_transport(program: RankProgram, other: int) -> MessageTransport:
     """Returns how messages to and from rank `other` travel."""
     communicator = program.communicator
     if other in communicator.local_ranks:
-        return program.plan.attachment(GraphEdges)
-    return communicator.message_transports.get(other, communicator.transport.messages)
+        return program.plan.shared(GraphEdges)
+    return cast(MessageTransport, communicator.message_transports.get(other, communicator.transport.messages))
 
 
 def _check_sizes(program: RankProgram, shape: tf.TensorShape, other: int, label: str) -> None:

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tfdist.collectives.emission import Emission
+from tfdist.collectives.parts import Part
 from tfdist.collectives.plan import Ranks
-from tfdist.collectives.program import RankProgram
 
 
 class Result(NamedTuple):
@@ -31,14 +32,14 @@ class Result(NamedTuple):
     like: tf.Tensor | None
 
 
-class Results:
+class Results(Part):
     """The results of the collectives of one rank in one trace; an attachment of its program.
 
     Attributes:
         tell: called with those of an eager run: whether all ranks have the same, and what it is like row by row, if anything.
     """
 
-    def __init__(self, program: RankProgram):
+    def __init__(self, program: Emission):
         self.over_data = set(program.group_ranks("shard"))
         self.noted: dict[tuple[int, str], Result] = {}
         self.tell: Callable[[tf.Tensor, bool, tf.Tensor | None], None] | None = None
@@ -49,7 +50,7 @@ class Results:
 
 
 def noted(
-    program: RankProgram,
+    program: Emission,
     found: tf.Tensor,
     ranks: Ranks,
     given: tf.Tensor | None,
@@ -64,7 +65,7 @@ def noted(
         is_like: whether each row of `found` is of that row of what each of `ranks` gave.
         is_same: whether all of `ranks` get `found`.
     """
-    results: Results = program.attachment(Results)
+    results: Results = program.part(Results)
     is_of_all = results.over_data <= set(ranks)
     is_same = is_same and is_of_all
     if tf.is_symbolic_tensor(found):

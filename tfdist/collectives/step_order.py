@@ -2,21 +2,14 @@
 
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
+from tfdist.collectives.emission import Emission
 from tfdist.extensible import Place
 
-if TYPE_CHECKING:
-    from tfdist.collectives.program import RankProgram
 
-
-class OfBranch:
-    """An attachment of a rank's program, of which a branch's program has one of its own."""
-
-
-class NoOrder(OfBranch):
+class NoOrder:
     """Operations are queued in the order in which they were made, and collectives sent in that in which they are emitted.
 
     That is all there is to it where a collective waits for its input alone, as on CPUs. Where it waits for all that its device
@@ -31,7 +24,7 @@ class NoOrder(OfBranch):
     is_limited = False  # whether collectives of the data axis wait, when they begin, for all that is queued
     is_on_chain = False  # and, besides, for the one before
 
-    def __init__(self, program: "RankProgram"):
+    def __init__(self, program: Emission):
         self._program = program
         self.borders: list[tf.Operation] = []
         self.has_written = False

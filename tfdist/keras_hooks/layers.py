@@ -60,7 +60,7 @@ def _remat(original: Callable[..., Any], f: Callable[..., Any]) -> Callable[...,
     def call(*args: Any, **kwargs: Any) -> Any:
         program = rank_program()
         if program is not None:
-            return program.attachment(Recomputation).call(f, args, kwargs)
+            return program.part(Recomputation).call(f, args, kwargs)
         return (f if _is_sharded(f) else kept)(*args, **kwargs)
 
     return functools.update_wrapper(call, f, updated=())

@@ -137,7 +137,7 @@ def _train_step(original: Callable[..., Any], self: Any, data: Any) -> Any:
     program = None if config_of(self._distribute_strategy) is None or trainer_step() is None else rank_program()
     if program is None or not _computes_as_keras(self):
         return original(self, data)
-    with program.attachment(GradientWeight).entered_with_the_loss():
+    with program.part(GradientWeight).entered_with_the_loss():
         return original(self, data)
 
 
@@ -146,12 +146,12 @@ def _compute_loss(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     """The loss that Keras differentiates is a rank's own mean; its gradient must count what the rank has of the batch."""
     loss = original(self, *args, **kwargs)
     program = rank_program()
-    weight: GradientWeight | None = None if program is None else program.attachment(GradientWeight)
+    weight: GradientWeight | None = None if program is None else program.part(GradientWeight)
     if weight is None or not weight.is_in_loss:
         return loss
     # A penalty of weights times a mean, in a loss or a layer: without rows its derivative is 0 times the mean of nothing.
     weight.has_numbers |= any(layer._get_own_losses() for layer in self._flatten_layers())
-    weight.has_numbers |= not program.is_eager and program.attachment(Redistribution).bears_gradients
+    weight.has_numbers |= not program.is_eager and program.part(Redistribution).bears_gradients
     return weighted_in_gradient(loss)
 
 
@@ -171,9 +171,9 @@ def _gradient(
         try:
             return original(self, targets, sources, seeds, unconnected_gradients)
         except (AttributeError, LookupError) as error:
-            selections = () if program is None else program.root.selections.values()
+            branch_points = () if program is None else program.root.branch_points.values()
             is_of_branch = "No gradient defined" in str(error) or "Tensor.graph is undefined" in str(error)
-            if not is_of_branch or not any(one.has_sent and one.is_recorded for one in selections):
+            if not is_of_branch or not any(one.has_sent and one.is_recorded for one in branch_points):
                 raise
             raise errors.not_implemented(
                 "A tape goes back through a branch (`tf.cond`) in which the ranks have sent something, such as gradients of "
@@ -184,7 +184,7 @@ def _gradient(
     program = rank_program()
     if program is None:
         return gradient(target, output_gradients)
-    weight: GradientWeight = program.attachment(GradientWeight)
+    weight: GradientWeight = program.part(GradientWeight)
     with weight.of_gradient():
         if weight.is_nested:
             return gradient(target, output_gradients)
@@ -201,7 +201,7 @@ def _jacobian(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
     """A Jacobian is of a rank's own rows. In an eager run it is a gradient for each of them, which at stage 3 would be summed."""
     program = rank_program()
     is_eager = program is not None and program.is_eager
-    with program.attachment(UnshardSchedule).own_gradients() if is_eager else contextlib.nullcontext():
+    with program.part(UnshardSchedule).own_gradients() if is_eager else contextlib.nullcontext():
         return original(self, *args, **kwargs)
 
 

@@ -202,7 +202,7 @@ def _merge_call(original: Callable[..., Any], self: Any, merge_fn: Any, args: An
     which none of them would know for a sum."""
     program = rank_program()
     if program is not None and program.is_eager:
-        args, kwargs = program.attachment(KnownSums).own((args, kwargs))
+        args, kwargs = program.part(KnownSums).own((args, kwargs))
     elif program is not None:
         args, kwargs = tf.nest.map_structure(lambda x: program.summand(x) if tf.is_symbolic_tensor(x) else x, (args, kwargs))
     return original(self, merge_fn, args, kwargs)
@@ -212,7 +212,7 @@ def _from_all(found: Any) -> Any:
     program = rank_program()
     if program is not None and program.is_eager:
         for x in filter(tf.is_tensor, tf.nest.flatten(found)):
-            program.attachment(EagerFacts).declare(x, Replicate())
+            program.part(EagerFacts).declare(x, Replicate())
     return found
 
 

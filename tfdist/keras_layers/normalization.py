@@ -45,7 +45,7 @@ def moments(
         inputs, mask = inputs[:rows], mask if mask is None else mask[:rows]
     axes = layer._reduction_axes
     if program is not None and layer.synchronized:
-        program.attachment(Statistics).agree(layer._non_trainable_variables)
+        program.part(Statistics).agree(layer._non_trainable_variables)
         return moments_over_ranks(inputs, axes, mask)
     elements = _elements(inputs, axes)
     counted = elements
@@ -53,7 +53,7 @@ def moments(
         valid = tf.broadcast_to(tf.expand_dims(tf.cast(mask, tf.bool), -1), tf.shape(inputs))
         counted = tf.math.count_nonzero(valid)
     if program is not None:
-        program.attachment(Statistics).weigh(layer._non_trainable_variables, counted)
+        program.part(Statistics).weigh(layer._non_trainable_variables, counted)
     moving = (layer.moving_mean, layer.moving_variance)
     with meant_of_own_rows(program) as found:
         found += [

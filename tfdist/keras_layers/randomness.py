@@ -27,6 +27,7 @@ each rank; `tf.random.stateless_normal` is, too. Layers turn their `seed=3` into
 replicas, once. `keras.random.shuffle` and what pairs examples (`MixUp`) shuffle a rank's own rows.
 """
 
+import collections
 import contextlib
 import hashlib
 import itertools
@@ -63,6 +64,7 @@ class RankSeeds:
     def __init__(self) -> None:
         self._global = keras_scope.global_generator()
         self._drawn: list[_OpSeeds] = []  # of TensorFlow's random operations, in the order of a rank's program
+        self._numbers: dict[int, Iterator[int]] = collections.defaultdict(itertools.count)  # of these, by rank
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
@@ -100,7 +102,7 @@ class RankSeeds:
 
     def op_seeds(self, program: RankProgram, draw: Callable[[], _OpSeeds]) -> _OpSeeds:
         """Returns the seeds of the next random operation of this rank's program; `draw` returns those of one device."""
-        number = next(program.attachment(_numbers))
+        number = next(self._numbers[program.rank])
         while len(self._drawn) <= number:
             self._drawn.append(draw())
         global_seed, seed = self._drawn[number]
@@ -115,15 +117,10 @@ class RankSeeds:
         return global_seed, int.from_bytes(digest, "little") & 0x7FFFFFFF
 
 
-def _numbers(_: RankProgram) -> Iterator[int]:
-    """Yields the numbers of the random operations of TensorFlow that a rank's program draws seeds for; an attachment of it."""
-    return itertools.count()
-
-
 def op_seeds(draw: Callable[[], _OpSeeds]) -> _OpSeeds:
     """Returns the seeds of the random operation of TensorFlow that is made here; `draw` returns those of one device."""
     program = rank_program()
-    return draw() if program is None else program.plan.attachment(RankSeeds).op_seeds(program, draw)
+    return draw() if program is None else program.plan.shared(RankSeeds).op_seeds(program, draw)
 
 
 def settle(generator: keras.random.SeedGenerator) -> None:

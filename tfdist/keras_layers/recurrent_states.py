@@ -59,7 +59,7 @@ def _note_rows(layer: keras.layers.RNN, program: RankProgram | None) -> None:
     here = None if program is None or program.is_eager else program.here()
     for state in tf.nest.flatten(layer.states) if here is not None else ():
         if isinstance(state._value, tf.distribute.DistributedValues):
-            here.attachment(Facts).declare(here.graph.capture(state._value.values[program.local_index].handle), Shard())
+            here.part(Facts).declare(here.graph.capture(state._value.values[program.local_index].handle), Shard())
 
 
 def _cut(layer: keras.layers.RNN, program: RankProgram, strategy: tf.distribute.Strategy, rows: int) -> None:

@@ -23,7 +23,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import RankProgram, group_ops, rank_program
+from tfdist.collectives import Part, RankProgram, group_ops, rank_program
 from tfdist.losses.undivided_batch import is_given_everywhere
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import Placement, Replicate, Unknown
@@ -39,7 +39,7 @@ from tfdist.sharding.tape_gradients import TapeGradients
 _told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id: variables compare by value
 
 
-class Statistics:
+class Statistics(Part):
     """The statistics that one rank assigns in one trace; an attachment of its program."""
 
     def __init__(self, program: RankProgram):
@@ -47,7 +47,6 @@ class Statistics:
         self._assigned: dict[int, tf.Variable] = {}
         self._weights: dict[int, tf.Tensor] = {}
         self._agreed: set[int] = set()
-        program.at_close.append(self._average)
 
     def assigned(self, variable: tf.Variable) -> None:
         """Notes that this rank assigns to `variable`, one of `tf.distribute`."""
@@ -72,11 +71,11 @@ class Statistics:
             return value
         if not program.exists_here(value):  # in a branch
             value = program.graph.capture(value)
-        program.attachment(Repair).look()  # what gradients go back to reads sums of them first
+        program.part(Repair).look()  # what gradients go back to reads sums of them first
         if _is_of_gradients(value, program) and not self._is_of_rows_and_sums(value):
             self._agreed.add(key)  # the sum of the ranks', or this rank's part of it
             return value
-        repair, label = program.attachment(Repair), f"statistics/{path}"
+        repair, label = program.part(Repair), f"statistics/{path}"
         with repair.without_shares():
             placement = repair.known(value, label)
             if placement == Replicate(is_drawn=True):
@@ -93,22 +92,22 @@ class Statistics:
     def _is_of_rows_and_sums(self, value: tf.Tensor) -> bool:
         """Whether `value`, computed of gradients in a step of Keras's trainer, where variables get sums of them, is a number of
         the rank's own rows and of such sums."""
-        gradients: TapeGradients = self._program.attachment(TapeGradients)
-        if not self._program.attachment(GradientWeight).is_of_trainer:
+        gradients: TapeGradients = self._program.part(TapeGradients)
+        if not self._program.part(GradientWeight).is_of_trainer:
             return False
         gradients.settle()
-        if self._program.attachment(GradientStubs).needs_sums(value):
-            self._program.attachment(UnshardSchedule).is_of_sums(value)
-        return gradients.is_of_sums(value) and not isinstance(self._program.attachment(Facts).of(value), Replicate)
+        if self._program.part(GradientStubs).needs_sums(value):
+            self._program.part(UnshardSchedule).is_of_sums(value)
+        return gradients.is_of_sums(value) and not isinstance(self._program.part(Facts).of(value), Replicate)
 
-    def _average(self, outputs: Any) -> None:
+    def close(self, outputs: Any) -> None:
         variables = [variable for key, variable in self._assigned.items() if key not in self._agreed]
         if not variables:
             return
         program = self._program
         wide = tf.float64 if any(variable.dtype == tf.float64 for variable in variables) else tf.float32
         with tf.device(program.device):
-            rows = program.attachment(RankRows).rows
+            rows = program.part(RankRows).rows
             weights = [tf.cast(self._weight(variable, rows), wide) for variable in variables]
             values = [tf.cast(variable.read_value(), wide) for variable in variables]
             # Not a product alone: the statistics of no rows are NaN.
@@ -132,7 +131,7 @@ def value_to_assign(variable: tf.Variable, path: str, value: Any) -> Any:
     program = rank_program(peers_on="data")
     if program is None or program.is_eager or not _is_same_on_all(variable) or _is_of_rank():
         return value
-    return program.attachment(Statistics).value_of_batch(variable, path, value)
+    return program.part(Statistics).value_of_batch(variable, path, value)
 
 
 def update_of_users(variable: tf.Variable, value: Any, update: Callable[[Any], Any]) -> Any:
@@ -155,7 +154,7 @@ def note_assigned(variable: tf.Variable) -> None:
     """Notes that this rank has assigned to `variable`, of any kind: if it is a running statistic, it will be averaged."""
     program = rank_program(peers_on="data")
     if program is not None and _is_statistic(variable) and not _is_of_rank():
-        program.attachment(Statistics).assigned(variable)
+        program.part(Statistics).assigned(variable)
 
 
 def _is_of_rank() -> bool:
@@ -183,10 +182,10 @@ def _is_statistic(variable: tf.Variable) -> bool:
 
 def _is_of_gradients(value: tf.Tensor, program: RankProgram) -> bool:
     """Whether `value` is computed of gradients of parameters."""
-    gradients = program.attachment(TapeGradients)
+    gradients = program.part(TapeGradients)
     of_wholes = gradient_graph.Sources(lambda x: x.graph is program.graph and gradients.is_gradient(x)).of(value)
-    is_of_outside = program.outer is not None and program.attachment(GradientNumbers).is_of_gradients(value)
-    return is_of_outside or bool(of_wholes or program.attachment(GradientStubs).below(value))
+    is_of_outside = program.outer is not None and program.part(GradientNumbers).is_of_gradients(value)
+    return is_of_outside or bool(of_wholes or program.part(GradientStubs).below(value))
 
 
 def _warn(variable: tf.Variable, path: str, placement: Placement) -> None:

@@ -4,7 +4,7 @@ import abc
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram
+from tfdist.collectives import Part, RankProgram
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.totals import wide
 
@@ -46,11 +46,16 @@ class BatchPart(abc.ABC):
         """Returns the sums over the global batch of this part's `counts`, which follow from shapes, and `sums`, of its data."""
 
 
-class RankBatch(BatchPart):
-    """The part of the global batch that one rank has in one trace; an attachment of the rank's program."""
+class RankBatch(BatchPart, Part):
+    """The part of the global batch that one rank has in one trace; a part of its state.
+
+    Attributes:
+        added: the losses that layers add on an eager rank, by the id of the layer.
+    """
 
     def __init__(self, program: RankProgram):
-        self._rows: RankRows = program.attachment(RankRows)
+        self._rows = program.part(RankRows)
+        self.added: dict[int, list[tf.Tensor]] = {}
 
     def fraction(self) -> tf.Tensor:
         return self._rows.weight()

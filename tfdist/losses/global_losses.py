@@ -77,7 +77,7 @@ def _part() -> BatchPart | None:
     if sliced is not None:
         return sliced
     program = rank_program(peers_on="data")
-    return None if program is None else program.attachment(RankBatch)
+    return None if program is None else program.part(RankBatch)
 
 
 def _are_own_means() -> bool:
@@ -127,7 +127,7 @@ def _of_function(value: tf.Tensor) -> Any:
     """Returns what a part's loss is, where a loss function makes one number of it."""
     if current_sliced_batch() is not None:
         return value
-    rank_program().attachment(GradientWeight).has_numbers = True
+    rank_program().part(GradientWeight).has_numbers = True
     return _of_number(value, known_of_loss(rank_program(), value))
 
 
@@ -156,7 +156,7 @@ def own_mean(average: Any, *, is_over_batch: bool) -> Any:
 def _of_sum(total: Any) -> Any:
     """Returns of which own mean `total`, a sum over the part's rows, is the share; rows that several ranks have count once."""
     program = rank_program(peers_on="data")
-    copies = 1 if program is None else program.attachment(GivenBatch).copies
+    copies = 1 if program is None else program.part(GivenBatch).copies
     return _noted(_part().mean_of_share(total) / tf.cast(copies, total.dtype), How.MEAN)
 
 
@@ -170,9 +170,9 @@ def _of_all_rows(values: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, 
     known_of_loss(program, values)
     values = as_whole(program, values, "loss")
     if here.is_eager:
-        facts: EagerFacts = here.attachment(EagerFacts)
+        facts: EagerFacts = here.part(EagerFacts)
         return values, mask, isinstance(facts.of(values), Replicate) and facts.counts_once(values)
-    repair = here.attachment(Repair)
+    repair = here.part(Repair)
     is_of_all = repair.is_agreed(values)
     if is_of_all and mask is not None:
         known_of_loss(program, mask)  # warns of one that is not known
@@ -185,9 +185,9 @@ def _noted(loss: Any, how: How) -> Any:
     """Notes how the ranks' `loss`, which counts what it should, makes up that of the batch, and returns it."""
     program = None if current_sliced_batch() is not None else rank_program()
     if program is not None and program.is_eager and tf.executing_eagerly():
-        program.attachment(EagerFacts).declare(loss, Partial(how))
+        program.part(EagerFacts).declare(loss, Partial(how))
     elif program is not None and tf.is_symbolic_tensor(loss) and (here := program.that_made(loss)) is not None:
-        here.attachment(Facts).declare(loss, Partial(how))
+        here.part(Facts).declare(loss, Partial(how))
     return loss
 
 

@@ -44,7 +44,7 @@ class SlicedBatch(BatchPart):
 
     def __init__(self, program: RankProgram | None, rows: list[tf.Tensor], call_on_zeros: Callable[[int], Any]):
         self._program = program if program is not None and program.mesh.size("data") > 1 else None
-        self._results = None if program is None else program.attachment(Results)
+        self._results = None if program is None else program.part(Results)
         self._rows = [tf.cast(count, tf.float64) for count in rows]
         self._all_rows = self._over_ranks(tf.add_n(self._rows), "loss/rows")
         self._call_on_zeros = call_on_zeros
@@ -71,13 +71,13 @@ class SlicedBatch(BatchPart):
             yield
             return
         here = self._program.here() or self._program
-        rows, facts = here.attachment(RankRows), here.attachment(Facts)
+        rows, facts = here.part(RankRows), here.part(Facts)
         known = [facts.of(x) for x in tf.nest.flatten(given) if tf.is_symbolic_tensor(x) and here.exists_here(x)]
         placement = next((one for one in known if isinstance(one, Shard)), Shard())
         for x in predictions:
             for one in (x, *(getattr(x, name) for name in ("_keras_mask", "_keras_logits") if hasattr(x, name))):
                 facts.declare(one, placement)
-        here.attachment(Repair).pass_over()
+        here.part(Repair).pass_over()
         with rows.those_of(tf.add_n(self._rows), self.fraction()):
             yield
 

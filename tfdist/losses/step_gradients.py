@@ -7,12 +7,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import temporary
-from tfdist.collectives import RankProgram, rank_program, watched_groups
+from tfdist.collectives import RankProgram, rank_program
 from tfdist.custom_gradients import with_adjoint
 from tfdist.graphs import records, tape
 from tfdist.losses.trainer_step import trainer_step
 from tfdist.losses.undivided_batch import is_given_everywhere
-from tfdist.placements.eager import EagerFacts
+from tfdist.placements.eager import EagerFacts, facts_of
 from tfdist.placements.facts import Facts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard
 from tfdist.placements.rank_rows import RankRows
@@ -29,7 +29,7 @@ def weighted_in_gradient(loss: Any) -> Any:
     step = trainer_step()
     if step is None or loss is None:
         return loss
-    rank_program().attachment(GradientWeight).note_entered()
+    rank_program().part(GradientWeight).note_entered()
     loss = without_extremes(rank_program(), tf.convert_to_tensor(loss))
     placement = _placement(step, rank_program(), loss)
     if isinstance(placement, Shard):
@@ -56,7 +56,7 @@ def gradient_of_targets(
         return gradient(target, output_gradients)
     with records.recording(gradient_tape) if program.is_eager else contextlib.nullcontext():
         targets = [without_extremes(program, x) for x in targets]
-    weights = program.attachment(GradientWeight)
+    weights = program.part(GradientWeight)
     if _are_of_all_rows(program, targets, sources):
         return gradient(target, output_gradients)
 
@@ -73,7 +73,7 @@ def gradient_of_targets(
         seeds = _seeds_of_shares(program, targets, output_gradients)
         found = taken(seeds)
         if seeds is not output_gradients or not _are_same_on_all(program, targets):
-            facts, mean = program.attachment(EagerFacts if program.is_eager else Facts), Partial(How.MEAN)
+            facts, mean = facts_of(program), Partial(How.MEAN)
             are_means = seeds is output_gradients and all(program.exists_here(x) and facts.of(x) == mean for x in targets)
             _declare(program, found, sources, lambda place: How.MEAN if are_means and of_rows[place] else How.SUM)
         return found
@@ -84,7 +84,7 @@ def gradient_of_targets(
         found = taken(output_gradients, began_with=step.weight())
         _declare(program, found, sources, lambda _: How.SUM)
         return found
-    sends = program.group_ranks("data") in program.attachment(watched_groups)
+    sends = program.group_ranks("data") in program.watched_groups
     begins_with_weight = all(of_rows) or any(is_sharded) or sends or _is_not_linear(program)
     weight = step.weight()
     seeds = tf.nest.flatten(output_gradients) if output_gradients is not None else [None] * len(targets)
@@ -121,13 +121,12 @@ def _declare(program: RankProgram, found: Any, sources: Any, how: Callable[[int]
     here = program.here()
     if here is None:
         return
-    kind = EagerFacts if program.is_eager else Facts
-    facts: Any = here.attachment(kind)
+    facts: Any = facts_of(here)
     for place, (grad, source) in enumerate(zip(tf.nest.flatten(found), tf.nest.flatten(sources), strict=True)):
         variable = _strategys_variable(source)
         is_tensor = variable is None and (tf.is_symbolic_tensor(source) or program.is_eager and tf.is_tensor(source))
         made_by = None if not is_tensor else program if program.is_eager else program.that_made(source)
-        placement = Replicate() if made_by is None else made_by.attachment(kind).of(source)
+        placement = Replicate() if made_by is None else facts_of(made_by).of(source)
         if not isinstance(placement, Replicate | Shard):
             continue
         part = Partial(how(place)) if isinstance(placement, Replicate) else placement
@@ -147,13 +146,13 @@ def _are_same_on_all(program: RankProgram, targets: list[tf.Tensor]) -> bool:
     """Whether `targets` do not depend on rows: so do not their gradients."""
     here = None if program.is_eager else program.here()
     return here is not None and all(
-        tf.is_symbolic_tensor(x) and here.exists_here(x) and here.attachment(Facts).of(x) == Replicate() for x in targets
+        tf.is_symbolic_tensor(x) and here.exists_here(x) and here.part(Facts).of(x) == Replicate() for x in targets
     )
 
 
 def _seed_of_all_rows(program: RankProgram, given: Any) -> Any:
     """Returns what a tape is to begin with, as the user has `given` it, where that is computed of numbers of all rows."""
-    is_of_gradients = not program.is_eager and program.here().attachment(GradientNumbers).is_of_gradients
+    is_of_gradients = not program.is_eager and program.here().part(GradientNumbers).is_of_gradients
     if not tf.is_tensor(given) or not program.exists_here(given) or is_of_gradients and is_of_gradients(given):
         return given
     known(program, given, "loss", tf.distribute.get_strategy(), "What `output_gradients` gives to a tape")
@@ -170,16 +169,16 @@ def _seeds_of_shares(program: RankProgram, targets: list[tf.Tensor], given: Any)
     for target in targets:
         known(program, target, "loss", owner, "A loss in the function given to `strategy.run`")
     if program.is_eager:
-        count_once = [program.attachment(EagerFacts).counts_once(x) for x in targets]
+        count_once = [program.part(EagerFacts).counts_once(x) for x in targets]
     else:
-        repair = program.attachment(Repair)
+        repair = program.part(Repair)
         shares = [repair.as_share(x, "loss") for x in targets]
         count_once = [
             x in (Replicate(), Partial(How.MEAN)) and repair.counts_once(y) for x, y in zip(shares, targets, strict=True)
         ]
     if not any(count_once):
         return given
-    weight = program.attachment(RankRows).weight()
+    weight = program.part(RankRows).weight()
     seeds = [None] * len(targets) if given is None else tf.nest.flatten(given)
     ones = [tf.ones_like(x) if seed is None else seed for x, seed in zip(targets, seeds, strict=True)]
     return [one * tf.cast(weight, one.dtype) if is_one else one for one, is_one in zip(ones, count_once, strict=True)]
@@ -189,16 +188,16 @@ def _seeds_of_shares(program: RankProgram, targets: list[tf.Tensor], given: Any)
 def _going_back(program: RankProgram, gradient_tape: tf.GradientTape, factor: tf.Tensor | None) -> Iterator[None]:
     """A block in which a tape is asked for gradients that will be multiplied by `factor` where they are reduced."""
     if program.is_eager:
-        with program.attachment(EagerFacts).not_seen(), temporary.attributes(program, is_going_back=True):
+        with program.part(EagerFacts).not_seen(), temporary.attributes(program, is_going_back=True):
             yield
         return
     here = program.here()
-    repair, numbers = here.attachment(Repair), here.attachment(GradientNumbers)
+    repair, numbers = here.part(Repair), here.part(GradientNumbers)
     for one in here.and_around():  # what a branch has captured has been mended where it was made
-        one.attachment(Redistribution).tell(gradient_tape)
+        one.part(Redistribution).tell(gradient_tape)
     start = len(here.graph.get_operations())
     with (
-        temporary.attributes(program.attachment(RankRows), factor=factor),
+        temporary.attributes(program.part(RankRows), factor=factor),
         temporary.attributes(program, is_going_back=True),
         repair.working(),
         numbers.going_back(),
@@ -268,6 +267,6 @@ def is_of_weights(source: Any, program: RankProgram) -> bool:
     if not isinstance(source, tf.Tensor) or not source.dtype.is_floating:
         return False
     if not tf.is_symbolic_tensor(source):
-        return program.is_eager and program.attachment(EagerFacts).is_of_weights(source)
-    is_whole = program.exists_here(source) and program.attachment(Facts).of(source) == Replicate()
+        return program.is_eager and program.part(EagerFacts).is_of_weights(source)
+    is_whole = program.exists_here(source) and program.part(Facts).of(source) == Replicate()
     return is_whole and reads_variables(source)

@@ -29,6 +29,7 @@ import tensorflow as tf
 
 from tfdist import temporary
 from tfdist.collectives import RankProgram, rank_program
+from tfdist.losses.batch_part import RankBatch
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.telling import as_mean
 from tfdist.sharding.gradient_weight import GradientWeight
@@ -37,14 +38,14 @@ from tfdist.sharding.gradient_weight import GradientWeight
 def trainer_step() -> RankRows | None:
     """Returns the rank's rows in the trainer's step that is traced or runs here; None elsewhere, and where one rank has all."""
     program = rank_program(peers_on="data")
-    rows = None if program is None else program.attachment(RankRows)
+    rows = None if program is None else program.part(RankRows)
     return None if rows is None or rows.model is None else rows
 
 
 def losses_of(model: Any) -> contextlib.AbstractContextManager[None]:
     """A block in which losses are a rank's own means, as in a step of Keras's trainer that trains `model`."""
     program = rank_program(peers_on="data")
-    return contextlib.nullcontext() if program is None else temporary.attributes(program.attachment(RankRows), model=model)
+    return contextlib.nullcontext() if program is None else temporary.attributes(program.part(RankRows), model=model)
 
 
 def of_trainer(model: Any, step: Callable[..., Any], is_keras_own: bool) -> Callable[..., Any]:
@@ -57,9 +58,9 @@ def of_trainer(model: Any, step: Callable[..., Any], is_keras_own: bool) -> Call
         program = rank_program(peers_on="data")
         if program is None:
             return step(data)
-        rows = program.attachment(RankRows)
+        rows = program.part(RankRows)
         rows.model, rows.are_means = model, True
-        program.attachment(GradientWeight).use(rows.weight)
+        program.part(GradientWeight).use(rows.weight)
         if is_keras_own:
             rows.sends_rows_along = True
             return step(data)
@@ -82,11 +83,6 @@ def _of_means(logs: Any, model: Any, program: RankProgram) -> Any:
     return keras.tree.pack_sequence_as(logs, [mean(path, x) for path, x in keras.tree.flatten_with_path(logs)])
 
 
-def _losses(_: RankProgram) -> dict[int, list[tf.Tensor]]:
-    """What layers add on one eager rank, by the id of the layer; an attachment of its program."""
-    return {}
-
-
 def eager_losses(layer: Any) -> list[tf.Tensor] | None:
     """Returns the list of the losses of `layer` on the eager rank that runs here, as long-lived as the step; None: none runs.
 
@@ -94,4 +90,4 @@ def eager_losses(layer: Any) -> list[tf.Tensor] | None:
     """
     program = rank_program()
     is_eager = program is not None and program.is_eager
-    return program.attachment(_losses).setdefault(id(layer), []) if is_eager else None
+    return program.part(RankBatch).added.setdefault(id(layer), []) if is_eager else None

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, all_reduce, rank_program
+from tfdist.collectives import Part, RankProgram, all_reduce, rank_program
 from tfdist.placements.rank_rows import RankRows
 from tfdist.sharding.fingerprints import fingerprint
 
@@ -21,7 +21,7 @@ from tfdist.sharding.fingerprints import fingerprint
 _MARK = "tfdist: every rank gets this batch"
 
 
-class GivenBatch:
+class GivenBatch(Part):
     """Whether a rank was given all rows of the batch, in one trace; an attachment of its program.
 
     Attributes:
@@ -41,7 +41,7 @@ class GivenBatch:
         mesh = program.mesh
         here = sorted({mesh.coordinate(rank).data for rank in program.communicator.local_ranks})
         index = mesh.coordinate(program.rank).data
-        program.attachment(RankRows).are_everywhere, self.copies, self.counts = True, mesh.size("data"), index == 0
+        program.part(RankRows).are_everywhere, self.copies, self.counts = True, mesh.size("data"), index == 0
         if len(here) < mesh.size("data"):
             is_same = _is_same(data)
             self.copies = tf.where(is_same, self.copies, len(here))
@@ -73,7 +73,7 @@ class GivenBatch:
 def is_given_everywhere() -> bool:
     """Whether the rank whose step is traced or runs here was given all rows of the batch."""
     program = rank_program(peers_on="data")
-    return program is not None and program.attachment(RankRows).are_everywhere
+    return program is not None and program.part(RankRows).are_everywhere
 
 
 class DealtBatches(list[Any]):
@@ -92,7 +92,7 @@ def of_given_batches(step: Callable[[Any], Any], make: Callable[[Callable[[Any],
         data = tf.nest.map_structure(lambda x: tf.convert_to_tensor(x) if isinstance(x, np.ndarray) else x, data[0])
         program = rank_program(peers_on="data")
         if program is not None:
-            program.attachment(GivenBatch).give(data)
+            program.part(GivenBatch).give(data)
         return step(data)
 
     function = make(of_element)

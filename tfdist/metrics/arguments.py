@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, can_be_gathered, gather_rows
+from tfdist.collectives import Part, RankProgram, can_be_gathered, gather_rows
 from tfdist.placements.telling import as_whole
 
 _MASK = "_keras_mask"  # where Keras keeps the mask of a tensor
@@ -49,7 +49,7 @@ def why_not(given: Any) -> str:
     return ""
 
 
-class GatheredBatch:
+class GatheredBatch(Part):
     """The tensors that one rank has gathered in one trace; an attachment of its program."""
 
     def __init__(self, program: RankProgram):

@@ -59,11 +59,11 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _result(metric: keras.metrics.Metric, own: Callable[[], Any], program: RankProgram) -> Any:
-    if program.attachment(updates.RankMetrics).has_own_results:
+    if program.part(updates.RankMetrics).has_own_results:
         return own()
     variables = [variable for variable in metric.variables if updates.is_of_ranks(variable) and variable.aggregation == "sum"]
     may_add_up = any(updates.may_add_up(one, program) for one in updates.parts(metric))
-    if not variables or not program.plan.attachment(_summed).setdefault(metric, may_add_up):
+    if not variables or not program.plan.shared(_summed).setdefault(metric, may_add_up):
         return own()
     if not program.may_emit_here():
         errors.warn(
@@ -75,7 +75,7 @@ def _result(metric: keras.metrics.Metric, own: Callable[[], Any], program: RankP
     # Of a metric that turns out to be whole, or is not updated at all, every rank has the same.
     values = [variable._value for variable in variables]
     parts = [x.read_value() if is_first or x.is_sum else tf.zeros(x.shape, x.dtype) for x in values]
-    sums = program.attachment(Totals).reduced(parts, "sum", "metrics")
+    sums = program.part(Totals).reduced(parts, "sum", "metrics")
     read_as = [(variable, tf.cast(total, x.dtype)) for variable, total, x in zip(variables, sums, values, strict=True)]
     with keras.StatelessScope(state_mapping=read_as):
         return own()
@@ -95,7 +95,7 @@ def naming_the_model(
         program = rank_program(peers_on="data")
         has_owner = is_logged_after()
         if program is not None:
-            program.attachment(updates.RankMetrics).has_own_results = has_owner
+            program.part(updates.RankMetrics).has_own_results = has_owner
         logs, rows = step(data), trainer_step()
         return logs, owner if has_owner else no_owner, None if rows is None else rows.weight()
 

@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import errors, temporary
-from tfdist.collectives import RankProgram, rank_program
+from tfdist.collectives import Part, RankProgram, rank_program
 from tfdist.losses.global_losses import whole_batch
 from tfdist.losses.undivided_batch import GivenBatch
 from tfdist.metrics.additive import adds_up
@@ -37,7 +37,7 @@ Update = Callable[..., Any]
 _has_own_rows: weakref.WeakKeyDictionary[keras.metrics.Metric, bool] = weakref.WeakKeyDictionary()
 
 
-class RankMetrics:
+class RankMetrics(Part):
     """What one rank's program is doing with metrics; an attachment of it.
 
     Attributes:
@@ -59,17 +59,17 @@ def update(own: Update, metric: keras.metrics.Metric, /, *args: Any, **kwargs: A
     if program is None or keras_scope.in_stateless_scope():
         return own(*args, **kwargs)
     move_metric(metric, tf.distribute.get_strategy())
-    here = program.attachment(RankMetrics)
+    here = program.part(RankMetrics)
     # Of a metric that is no strategy's all ranks have the same variables.
     if here.is_updating or not all(map(is_of_ranks, metric.variables)):
         return own(*args, **kwargs)
-    once = program.attachment(GivenBatch).once
+    once = program.part(GivenBatch).once
     args, kwargs = given = mapped(lambda x: x if x.shape.rank == 0 else once(x), (args, kwargs))
     with temporary.attributes(here, is_updating=True):
         if metric not in _has_own_rows:
             _has_own_rows[metric] = _takes_own_rows(metric, own, args, kwargs, program)
         if not _has_own_rows[metric]:
-            args, kwargs = program.attachment(GatheredBatch).of(given)
+            args, kwargs = program.part(GatheredBatch).of(given)
             if not program.mesh.splits_layers:
                 _hold(metric, PartialSyncOnReadVariable.hold_whole)
             elif program.mesh.coordinate(program.rank).data > 0:
@@ -91,7 +91,7 @@ def update(own: Update, metric: keras.metrics.Metric, /, *args: Any, **kwargs: A
 def _own_use(program: RankProgram) -> contextlib.AbstractContextManager[None]:
     """A block of a metric's own operations: what they make of numbers of rows is no number that gradients meet."""
     here = program.here()
-    return eager.own_use(program) if program.is_eager or here is None else here.attachment(GradientNumbers).own_use()
+    return eager.own_use(program) if program.is_eager or here is None else here.part(GradientNumbers).own_use()
 
 
 def add_up_over_slices(metrics: Sequence[keras.metrics.Metric], predictions: Sequence[tf.Tensor]) -> bool:
@@ -138,7 +138,7 @@ def _takes_own_rows(
         if all(variable.aggregation == "sum" for variable in metric.variables) and adds_up(own, (args, kwargs)):
             return True
     obstacle = why_not((args, kwargs))
-    if program.attachment(RankRows).are_of_slices:
+    if program.part(RankRows).are_of_slices:
         obstacle = "in a pipeline it is updated with the rows of one microbatch"
     if not program.may_emit_here():
         obstacle = "it is updated in a branch, a loop or a nested `tf.function`"
@@ -155,7 +155,7 @@ def _takes_own_rows(
 
 def _part_of_rows(program: RankProgram) -> tf.Tensor:
     """Returns the rank's part of the rows; in a branch, before they were counted, that of equal parts."""
-    rows, given = program.attachment(RankRows), program.attachment(GivenBatch)
+    rows, given = program.part(RankRows), program.part(GivenBatch)
     is_known = rows.is_counted or program.may_emit_here()
     part = rows.weight() if is_known else tf.constant(1 / program.mesh.size("data"), tf.float64)
     return given.once(part * tf.cast(given.copies, part.dtype)) if rows.are_everywhere else part
@@ -194,7 +194,7 @@ def _weighted(
     if given_weight is None or isinstance(given_weight, int | float):
         weight = tf.cast(_part_of_rows(program), metric.dtype) * (1 if given_weight is None else given_weight)
     else:
-        weight = program.attachment(GivenBatch).once(tf.convert_to_tensor(given_weight))
+        weight = program.part(GivenBatch).once(tf.convert_to_tensor(given_weight))
         if weight.shape.rank != 0:
             return args, kwargs
         weight = tf.cast(weight, metric.dtype)

@@ -32,17 +32,17 @@ def noted(found: Any, sources: Any, is_of_weights: Callable[[Any, RankProgram], 
         return found
     if tape.in_vectorized_map() or program.root.parameter_reader is not None:  # the first gives gradients of single examples
         return found
-    strategy, gradients, here = tf.distribute.get_strategy(), program.attachment(TapeGradients), program.here()
-    is_in_loop, is_of_trainer = in_loop(program.root.graph), program.attachment(GradientWeight).is_of_trainer
+    strategy, gradients, here = tf.distribute.get_strategy(), program.part(TapeGradients), program.here()
+    is_in_loop, is_of_trainer = in_loop(program.root.graph), program.part(GradientWeight).is_of_trainer
     given = [place for place, grad in enumerate(flat) if grad is not None]
     parameters = [place for place in given if _is_parameter(sources[place], strategy, is_whole=not is_in_loop)]
     may_be_tensors = is_of_trainer and here is program.root and not is_in_loop
     tensors = [place for place in given if may_be_tensors and is_of_weights(sources[place], program)]
-    with contextlib.nullcontext() if here is None else here.attachment(Repair).not_seen():
+    with contextlib.nullcontext() if here is None else here.part(Repair).not_seen():
         for place in (*parameters, *tensors):
             flat[place] = tf.convert_to_tensor(flat[place])
             if is_of_trainer and not is_in_loop and here is not None and tape.tapes_watching([flat[place]]):
-                flat[place] = _read_by_all(flat[place], here.attachment(Redistribution))
+                flat[place] = _read_by_all(flat[place], here.part(Redistribution))
     for place in parameters if is_in_loop else ():
         gradients.note_in_loop(flat[place])
     if tensors:
@@ -51,13 +51,13 @@ def noted(found: Any, sources: Any, is_of_weights: Callable[[Any, RankProgram], 
         if here is None or tf.compat.v1.get_default_graph() is not here.graph:
             raise nested_functions.refusal(variable_of(sources[parameters[0]]))
         places, config = [place for place in parameters if flat[place].graph is here.graph], config_of(strategy)
-        here.attachment(TapeGradients).note(
+        here.part(TapeGradients).note(
             [flat[place] for place in places],
             [sources[place] for place in places],
             lambda grads, theirs: whole_sums(grads, theirs, config, here),
         )
     elif here is not None and here.outer is not None:  # a branch, whose gradients of sharded parameters may come out of it
-        here.attachment(TapeGradients).be_asked()
+        here.part(TapeGradients).be_asked()
     return tf.nest.pack_sequence_as(found, flat)
 
 

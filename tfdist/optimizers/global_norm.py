@@ -75,14 +75,14 @@ def clip_by_global_norm(grads: Sequence[Any], variables: Sequence[Any], clip_nor
         return tf.clip_by_global_norm(list(grads), clip_norm)
     program = stepping_program("`clip_by_global_norm`")
     reduced, norm = _reduced_and_norm(pairs, config, program)
-    known, clipped = program.attachment(KnownSums), []
+    known, clipped = program.part(KnownSums), []
     with tf.device(program.device):
         factor = global_factor(norm, clip_norm)
         for grad, (_, variable) in zip(reduced, pairs, strict=True):
             clipped.append(grad * tf.cast(factor, grad.dtype))
             known.note(clipped[-1], clipped[-1], is_returned=True)
             if not program.is_eager and not config.slot_layout(variable_of(variable).layout).is_data_sharded:
-                program.attachment(TapeGradients).note_whole(clipped[-1])
+                program.part(TapeGradients).note_whole(clipped[-1])
     each = iter(clipped)
     return [None if grad is None else next(each) for grad in grads], norm
 

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, group_ops, rank_program
+from tfdist.collectives import Part, RankProgram, group_ops, rank_program
 from tfdist.graphs import tape
 from tfdist.mesh import MESH_AXES
 from tfdist.optimizers.step import accumulates_partial_sums, reduce_gradients, stepping_program, wholes_of
@@ -23,7 +23,7 @@ from tfdist.sharding.known_sums import KnownSums
 from tfdist.sharding.tape_gradients import TapeGradients
 
 
-class EarlyScales:
+class EarlyScales(Part):
     """The scales that one rank's program, in one trace, has given losses before their optimizers were built; an attachment."""
 
     def __init__(self, program: RankProgram):
@@ -39,7 +39,7 @@ class EarlyScales:
         self._given.append((optimizer, scale))
         return keras.ops.multiply(loss, scale)
 
-    def settle(self, optimizer: Any) -> None:
+    def use_scale_of(self, optimizer: Any) -> None:
         """Lets what was scaled read the scale that `optimizer` has, which is built."""
         scales = [scale for given, scale in self._given if given is optimizer]
         self._given = [pair for pair in self._given if pair[0] is not optimizer]
@@ -55,7 +55,7 @@ def scale_loss(original: Callable[..., Any], optimizer: Any, loss: Any) -> Any:
     program = rank_program()
     if optimizer.built or program is None or program.is_eager or not tf.is_symbolic_tensor(loss):
         return original(optimizer, loss)
-    return program.attachment(EarlyScales).scaled(optimizer, loss)
+    return program.part(EarlyScales).scaled(optimizer, loss)
 
 
 def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any] | None, config: MeshConfig) -> None:
@@ -66,16 +66,16 @@ def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
     the ranks agree on their own gradients.
     """
     program = stepping_program()
-    with program.attachment(TapeGradients).own_use(grads):
+    with program.part(TapeGradients).own_use(grads):
         inner = optimizer.inner_optimizer
         variables = list(optimizer._trainable_variables if variables is None else variables)
         pairs = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
         found = [grad for grad, _ in pairs]
-        program.attachment(EarlyScales).settle(optimizer)
+        program.part(EarlyScales).use_scale_of(optimizer)
         scale = tf.convert_to_tensor(optimizer.dynamic_scale)
         steppers = getattr(inner, "optimizers", [inner])
         looks_at_gradients = any(map(changes_gradients, [inner, *steppers]))
-        known = program.attachment(KnownSums)
+        known = program.part(KnownSums)
         is_reduced = any(map(known.is_returned, found))
         is_partial = any(accumulates_partial_sums(each, config) for each in steppers)
         if is_partial and (looks_at_gradients or is_reduced):
@@ -83,7 +83,7 @@ def apply_unscaled(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
             is_partial = False
         if is_partial:
             # A gradient of a rank without rows says nothing. The inner optimizer weighs the others.
-            counts = program.attachment(GradientWeight).of_tape()
+            counts = program.part(GradientWeight).of_tape()
             found = [weighted(tf.convert_to_tensor(grad), counts) for grad in found]
         else:
             found = reduce_gradients(found, [variable for _, variable in pairs], config, program)

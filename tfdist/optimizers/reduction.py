@@ -34,22 +34,22 @@ def own_part(grad: Any, target: Target) -> tuple[tf.Tensor, bool]:
     """Returns `grad`, as the optimizer was given it, as far as it has come: a summand, or what this rank keeps of a sum; and
     whether it is reduced already."""
     program = target.program
-    schedule = program.attachment(UnshardSchedule) if target.layout.is_data_sharded else None
-    shard = program.attachment(GradientStubs).shard_of(grad) if schedule is not None and tf.is_tensor(grad) else None
+    schedule = program.part(UnshardSchedule) if target.layout.is_data_sharded else None
+    shard = program.part(GradientStubs).shard_of(grad) if schedule is not None and tf.is_tensor(grad) else None
     if shard is not None:
         return shard, True
     grad = dense(grad, target)
     if schedule is not None and comes_reduced(grad, target):
         return grad, True
-    whole = program.attachment(TapeGradients).whole_of(grad)
+    whole = program.part(TapeGradients).whole_of(grad)
     if schedule is not None and whole is None:
-        is_sum = program.attachment(EagerFacts).is_whole_gradient(grad) if program.is_eager else schedule.is_of_sums(grad)
+        is_sum = program.part(EagerFacts).is_whole_gradient(grad) if program.is_eager else schedule.is_of_sums(grad)
         whole = grad if is_sum and (not program.is_eager or schedule.has_gradient(target.variable)) else None
     elif grad.shape == target.state_layout.component_shape != target.layout.local_shape:
         return grad, True  # of a slot, in which the program has kept sums
     if program.is_eager:
-        whole = grad if whole is None and program.attachment(EagerFacts).is_whole(grad) else whole
-    elif whole is None and program.attachment(TapeGradients).placement_of(grad) == Replicate():
+        whole = grad if whole is None and program.part(EagerFacts).is_whole(grad) else whole
+    elif whole is None and program.part(TapeGradients).placement_of(grad) == Replicate():
         whole = grad
     if whole is None:
         return of_own_mean(grad, program), False
@@ -63,7 +63,7 @@ def summand(grad: Any, target: Target, weight: tf.Tensor | None) -> tf.Tensor:
     """Returns what this rank adds to the sum of a whole parameter's gradients, counted with `weight` (None: 1)."""
     grad = dense(grad, target)
     program = target.program
-    whole = program.attachment(TapeGradients).whole_of(grad)
+    whole = program.part(TapeGradients).whole_of(grad)
     if whole is None:
         return of_own_mean(grad, program)
     # All ranks have the sum. Their weights add up to 1; without weights it is the first rank's summand.
@@ -80,12 +80,11 @@ def of_own_mean(grad: tf.Tensor, program: RankProgram) -> tf.Tensor:
         rows = tf.gather(table, ids)                                      of_rows = tape.gradient(loss, rows)
         optimizer.apply([tf.IndexedSlices(of_rows, ids)], [table])
     """
-    weights = program.attachment(GradientWeight)
+    weights = program.part(GradientWeight)
     weight = weights.of_wholes() if weights.has_of_rows else None
     if weight is None:
         return grad
-    facts = program.attachment(EagerFacts if program.is_eager else TapeGradients)
-    placement = facts.of(grad) if program.is_eager else facts.placement_of(grad)
+    placement = program.part(EagerFacts).of(grad) if program.is_eager else program.part(TapeGradients).placement_of(grad)
     return without_weight(grad, weight) if is_sum(placement) else grad
 
 
@@ -127,7 +126,7 @@ def comes_reduced(grad: tf.Tensor, target: Target) -> bool:
     """
     shard, whole = target.stored.shape, target.layout.local_shape
     if grad.shape.is_fully_defined() and grad.shape == whole:
-        schedule = target.program.attachment(UnshardSchedule)
+        schedule = target.program.part(UnshardSchedule)
         return grad.shape == shard and schedule.has_gradient(target.variable)
     if not grad.shape.is_compatible_with(shard):
         raise errors.value_error(

@@ -40,7 +40,7 @@ def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[An
     program = stepping_program()
     _sum_outside_branches(optimizer, grads, variables, config, program)
     program.plan.note(program.rank, f"the optimizer is {_described(optimizer)}")
-    with tf.device(program.device), program.attachment(TapeGradients).own_use(grads), program.attachment(SlotReads).stepping():
+    with tf.device(program.device), program.part(TapeGradients).own_use(grads), program.part(SlotReads).stepping():
         _Step(grads, variables, config, program, optimizer).apply()
 
 
@@ -67,7 +67,7 @@ def reduce_gradients(grads: Sequence[Any], variables: Sequence[Any], config: Mes
     IndexedSlices are summed and made dense. What has been reduced in this trace already is not reduced again.
     """
     _sum_outside_branches(None, grads, variables, config, program)
-    with tf.device(program.device), program.attachment(TapeGradients).own_use():
+    with tf.device(program.device), program.part(TapeGradients).own_use():
         return _Step(grads, variables, config, program).reduced()
 
 
@@ -78,7 +78,7 @@ def _sum_outside_branches(
     graph = tf.compat.v1.get_default_graph()
     if program.is_eager:
         return
-    known = program.attachment(KnownSums)
+    known = program.part(KnownSums)
     by_program: dict[RankProgram, list[tuple[Any, Any]]] = {}
     for grad, variable in zip(grads, variables, strict=True):
         if tf.is_symbolic_tensor(grad) and grad.graph is not graph and known.part_of(grad) is None:
@@ -91,7 +91,7 @@ def _sum_outside_branches(
             with outer.outermost():
                 reduce_gradients(outside, theirs, config, outer)
         elif outer is not program:
-            outer.attachment(TapeGradients).sum_now(outside)
+            outer.part(TapeGradients).sum_now(outside)
 
 
 def whole_sums(grads: Sequence[Any], variables: Sequence[Any], config: MeshConfig, program: RankProgram) -> list[tf.Tensor]:
@@ -103,9 +103,9 @@ def wholes_of(parts: Sequence[tf.Tensor], variables: Sequence[Any], config: Mesh
     """Returns whole sums, of which each rank has its part; an optimizer that is given them finds the parts again."""
     wholes = _gathered(parts, variables, config, program)
     for whole, part in zip(wholes, parts, strict=True):
-        program.attachment(KnownSums).note(whole, part)
+        program.part(KnownSums).note(whole, part)
         if not program.is_eager:
-            program.attachment(TapeGradients).note_whole(whole)
+            program.part(TapeGradients).note_whole(whole)
     return wholes
 
 
@@ -237,7 +237,7 @@ class _Step:
         COMPRESSION.now.keep_losses(self._program, [target.variable for target in self._targets])
 
     def _note_reduction(self, bucket: int | None, members: Sequence[int]) -> None:
-        known = self._program.attachment(KnownSums)
+        known = self._program.part(KnownSums)
         for place in members:
             known.note(self._given[place], self._grads[place])
         if self._flight is not None and bucket is not None:
@@ -245,7 +245,7 @@ class _Step:
             self._flight.note_emitted(COMPRESSION.now.encoded(self._program))
 
     def _update_parameters(self) -> None:
-        self._program.attachment(UnshardSchedule).invalidate()
+        self._program.part(UnshardSchedule).invalidate()
         # By way of the optimizer, because some have something of their own to do once per step (Nadam); it calls `take`.
         self._optimizer._backend_update_step(self, [target.variable for target in self._targets], self._optimizer.learning_rate)
 
@@ -284,9 +284,9 @@ class _Step:
     def _facts(self) -> tuple[list[plan.Gradient], plan.Settings]:
         """Takes the gradients as they are, and returns what the plan must know of them and of the settings."""
         optimizer, config, program = self._optimizer, self._config, self._program
-        if any(program.attachment(KnownSums).part_of(grad) is None for grad in self._given):
-            program.attachment(UnshardSchedule).flush(self._given)
-            self._weight = program.attachment(GradientWeight).of_wholes()
+        if any(program.part(KnownSums).part_of(grad) is None for grad in self._given):
+            program.part(UnshardSchedule).flush(self._given)
+            self._weight = program.part(GradientWeight).of_wholes()
         gradients = [self._facts_of(given, target) for given, target in zip(self._given, self._targets, strict=True)]
         if self._whole:
             grads, targets = [self._grads[place] for place in self._whole], [self._targets[place] for place in self._whole]
@@ -315,7 +315,7 @@ class _Step:
         )
 
     def _facts_of(self, given: Any, target: Target) -> plan.Gradient:
-        known = self._program.attachment(KnownSums)
+        known = self._program.part(KnownSums)
         self._check_is_whole(given, target)
         if self._optimizer is not None and accumulates_partial_sums(self._optimizer, self._config):
             is_reduced = False
@@ -350,7 +350,7 @@ class _Step:
         if self._optimizer is None or not changes_gradients(self._optimizer) or not tf.is_tensor(given):
             return
         is_shard = given.shape == target.state_layout.component_shape != target.layout.local_shape
-        if is_shard and self._program.attachment(KnownSums).part_of(given) is None:
+        if is_shard and self._program.part(KnownSums).part_of(given) is None:
             name = type(self._optimizer).__name__
             raise errors.not_implemented(
                 f"{name} changes gradients in an `apply` of its own and has been given shards, as `tfdist.clip_by_global_norm` "

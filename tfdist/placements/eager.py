@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdist import temporary
-from tfdist.collectives import RankProgram
+from tfdist.collectives import Part, RankProgram
 from tfdist.collectives.results import Results
 from tfdist.graphs import eager_operations, tape
 from tfdist.graphs.frames import is_asked_by_keras, line_that_runs, reader_of_numbers
 from tfdist.graphs.records import bears_gradients
 from tfdist.placements.eager_call import EagerCall
-from tfdist.placements.facts import given_placements
+from tfdist.placements.facts import Facts, given_placements
 from tfdist.placements.kinds import How, Lengths, Partial, Placement, Places, Replicate, Shard, Unknown, Why
 from tfdist.placements.rank_rows import RankRows
 from tfdist.placements.table import Kind, is_quotient, placements_of, row_of
@@ -42,17 +42,17 @@ class _Known(NamedTuple):
     why: Unknown | None = None  # the placement is taken for one that it may not be: as if it were of a rank's own rows
 
 
-class EagerFacts:
+class EagerFacts(Part):
     """What one rank of an eager run knows of its tensors; an attachment of its program."""
 
     def __init__(self, program: RankProgram):
         self._run, self._is_busy, self._is_mending = object(), False, program.mesh.size("data") > 1
-        self._rows: RankRows = program.attachment(RankRows)
-        self._totals: Totals = program.attachment(Totals)
+        self._rows: RankRows = program.part(RankRows)
+        self._totals: Totals = program.part(Totals)
         self._constant = _Known(self._run, Replicate())
         for x, placement in given_placements(program):
             self.declare(x, placement)
-        program.attachment(Results).tell = self._tell
+        program.part(Results).tell = self._tell
 
     def of(self, tensor: tf.Tensor) -> Placement:
         """Returns the placement of `tensor`."""
@@ -312,9 +312,14 @@ def _placements(call: EagerCall) -> list[Placement]:
     return placements_of(call.with_own_rows()) if any(isinstance(x, Unknown) for x in found) else found
 
 
+def facts_of(program: RankProgram) -> "EagerFacts | Facts":
+    """Returns what is known of the tensors of an eager rank, or of a traced one."""
+    return program.part(EagerFacts) if program.is_eager else program.part(Facts)
+
+
 def own_use(program: RankProgram) -> contextlib.AbstractContextManager[None]:
     """A block of operations that are not the user's, if `program` runs eagerly: an optimizer's, a metric's."""
-    return program.attachment(EagerFacts).own_use() if program.is_eager else contextlib.nullcontext()
+    return program.part(EagerFacts).own_use() if program.is_eager else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -323,5 +328,5 @@ def watching(program: RankProgram) -> Iterator[None]:
     if not program.is_eager or program.mesh.splits_layers:
         yield
         return
-    with eager_operations.each_operation_seen_by(program.attachment(EagerFacts).see):
+    with eager_operations.each_operation_seen_by(program.part(EagerFacts).see):
         yield

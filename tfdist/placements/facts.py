@@ -32,10 +32,10 @@ class Facts(GraphFacts, OfBranch):
     """
 
     def __init__(self, program: RankProgram):
-        super().__init__(program.attachment(Results))
+        super().__init__(program.part(Results))
         self._program = program
         self.static_rows = self.local_static_rows if program.are_sizes_equal else ()
-        self._rows: RankRows = program.attachment(RankRows)
+        self._rows: RankRows = program.part(RankRows)
         given = given_placements(program) if program.outer is None else []
         given = [(x, placement) for x, placement in given if tf.is_symbolic_tensor(x) or placement != Replicate()]
         # A tensor of the graph is captured as it is.
@@ -134,7 +134,7 @@ class Facts(GraphFacts, OfBranch):
         inner = self._program.of_traced(graph)
         if inner is None:
             return super().out_of(graph, given)
-        facts = inner.attachment(Facts)
+        facts = inner.part(Facts)
         for x, placement in zip(graph.inputs, given, strict=False):
             if x.dtype != tf.resource and facts.of(x) != placement:
                 facts.declare(x, placement)
@@ -158,7 +158,7 @@ class Facts(GraphFacts, OfBranch):
         if (found := self._of_collective(tensor)) is not None:
             return found
         outside = self.outside_of(tensor)
-        return None if outside is None else outside[0].attachment(Facts).of(outside[1])
+        return None if outside is None else outside[0].part(Facts).of(outside[1])
 
     def outside_of(self, tensor: tf.Tensor) -> tuple[RankProgram, tf.Tensor] | None:
         """Returns what a branch has captured as `tensor`, and the program that made it; None: it has not."""
@@ -175,9 +175,9 @@ def axes_of_static_rows(x: Any) -> tuple[int, ...]:
     program = rank_program(peers_on="data")
     if program is None or program.is_eager or not (tf.is_symbolic_tensor(x) and x.shape.rank and program.exists_here(x)):
         return ()
-    facts = program.attachment(Facts)
+    facts = program.part(Facts)
     rows = facts.local_static_rows - {0}
-    if not rows or program.attachment(RankRows).are_of_slices:  # of a microbatch, which nobody makes that of all
+    if not rows or program.part(RankRows).are_of_slices:  # of a microbatch, which nobody makes that of all
         return ()
     placement = facts.of(x)
     if isinstance(placement, Unknown):
@@ -202,15 +202,15 @@ def have_met(x: Any) -> bool:
     program = rank_program(peers_on="data")
     here = None if program is None or program.is_eager or program.mesh.splits_layers else program.here()
     is_here = here is not None and tf.is_symbolic_tensor(x) and here.exists_here(x)
-    return is_here and isinstance(here.attachment(Facts).of(x), Unknown)
+    return is_here and isinstance(here.part(Facts).of(x), Unknown)
 
 
 def has_rows_of_branch(x: tf.Tensor) -> bool:
     """Whether `x`, made in a branch that has sent nothing, has as many numbers for each of the rank's rows as on other ranks."""
     program = rank_program(peers_on="data")
-    if program is None or program.is_eager or x.graph not in program.selections or program.of_traced(x.graph) is not None:
+    if program is None or program.is_eager or x.graph not in program.branch_points or program.of_traced(x.graph) is not None:
         return False
-    found = program.of_branch(x.graph).attachment(Facts).of(x)
+    found = program.of_branch(x.graph).part(Facts).of(x)
     return isinstance(found, Shard) and found.is_even and found.axis == 0 and x.shape[1:].is_fully_defined()
 
 

@@ -37,9 +37,9 @@ class Opening(OfBranch):
 
     def __init__(self, program: RankProgram):
         self._program = program
-        self._facts: Facts = program.attachment(Facts)
-        self._redistribution: Redistribution = program.attachment(Redistribution)
-        self._remaking: Remaking = program.attachment(Remaking)
+        self._facts: Facts = program.part(Facts)
+        self._redistribution: Redistribution = program.part(Redistribution)
+        self._remaking: Remaking = program.part(Remaking)
 
     def opened(self, op: tf.Operation, target: tf.Tensor, label: str) -> bool:
         """Lets a `tf.cond`, or a `tf.switch_case`, compute what `target` needs of it of what ranks have agreed on; False: that
@@ -73,7 +73,7 @@ class Opening(OfBranch):
     def _can_be_made_again(self, graph: tf.Graph) -> bool:
         """Whether a branch is pure, and nothing is known of it but what its operations say."""
         program = self._program.of_traced(graph)
-        says_nothing = program is None or program.attachment(Facts).declared.keys() <= {x.name for x in graph.inputs}
+        says_nothing = program is None or program.part(Facts).declared.keys() <= {x.name for x in graph.inputs}
         return says_nothing and all(map(self._is_pure, graph.get_operations()))
 
     def _is_pure(self, op: tf.Operation) -> bool:
@@ -85,7 +85,7 @@ class Opening(OfBranch):
 
     def _facts_in(self, op: tf.Operation, graph: tf.Graph) -> tuple[Facts, RepairPlan]:
         branch = self._program.of_branch(graph)
-        facts, plan = branch.attachment(Facts), branch.attachment(RepairPlan)
+        facts, plan = branch.part(Facts), branch.part(RepairPlan)
         plan.bears_shares = False
         for x, outside in zip(graph.inputs, list(op.inputs)[1:], strict=True):
             facts.declare(x, self._facts.of(outside))
@@ -186,7 +186,7 @@ class Opening(OfBranch):
             return lambda: makers[number](functools.partial(_copied, graph, *of_branch, _given(graph, given)))
 
         branches = list(map(branch, range(len(graphs))))
-        self._program.trust(selector)
+        self._program.root.trusted.append(selector)
         return self._redistribution.make(lambda: _select(selector, branches))
 
 

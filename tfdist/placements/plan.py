@@ -45,11 +45,11 @@ class RepairPlan(OfBranch):
 
     def __init__(self, program: RankProgram):
         self._program = program
-        self._facts: Facts = program.attachment(Facts)
-        self._rows: RankRows = program.attachment(RankRows)
-        self._remaking: Remaking = program.attachment(Remaking)
+        self._facts: Facts = program.part(Facts)
+        self._rows: RankRows = program.part(RankRows)
+        self._remaking: Remaking = program.part(Remaking)
         self.bears_shares = True
-        self.most_bytes = 0 if program.outer is None else program.outer.attachment(RepairPlan).most_bytes
+        self.most_bytes: int = 0 if program.outer is None else program.outer.part(RepairPlan).most_bytes
 
     def of(self, tensor: tf.Tensor, may_gather: bool) -> tuple[list[list[Want]], list[str]]:
         """Returns what is to be read so that `tensor` is known, in the order in which it is needed; and what cannot be mended."""

@@ -6,10 +6,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import temporary
-from tfdist.collectives import RankProgram, all_gather, all_reduce
+from tfdist.collectives import Part, RankProgram, all_gather, all_reduce
 
 
-class RankRows:
+class RankRows(Part):
     """The part of the global batch that one rank has in one trace; an attachment of the rank's program.
 
     The batch is the first tensor that has rows among the arguments of the function given to `strategy.run`: `x` in `fit`. If the

@@ -48,9 +48,9 @@ class Redistribution(OfBranch):
 
     def __init__(self, program: RankProgram):
         self._program = program
-        self._facts: Facts = program.attachment(Facts)
-        self._rows: RankRows = program.attachment(RankRows)
-        self._totals: Totals = program.attachment(Totals)
+        self._facts: Facts = program.part(Facts)
+        self._rows: RankRows = program.part(RankRows)
+        self._totals: Totals = program.part(Totals)
         self._found: dict[str, tf.Tensor] = {}
         self._changes: list[_Agreement | tf.Operation] = []  # of which tapes must be told
         self.made: set[tf.Operation] = set()
@@ -80,10 +80,10 @@ class Redistribution(OfBranch):
         """Lets the ranks agree on what a branch has captured before they enter it; returns the others."""
         captured = {x.name: outside for x in tensors if (outside := self._facts.outside_of(x)) is not None}
         for program in dict.fromkeys(program for program, _ in captured.values()):
-            program.attachment(Redistribution).agree([outer for one, outer in captured.values() if one is program], label)
+            program.part(Redistribution).agree([outer for one, outer in captured.values() if one is program], label)
         for name, (program, outer) in captured.items():
             with self._program.outermost(), tape.stop_recording():
-                self._found[name] = tf.identity(program.attachment(Redistribution).found(outer))
+                self._found[name] = tf.identity(program.part(Redistribution).found(outer))
             self._facts.declare_agreed(self._found[name])
         return [x for x in tensors if x.name not in self._found]
 
@@ -221,7 +221,7 @@ class Redistribution(OfBranch):
 
     def _of_one_device(self, *upstream: tf.Tensor) -> list[tf.Tensor]:
         """Returns the derivatives of one device, from those that have come back to what ranks have agreed on."""
-        factor, facts = self._rows.factor, self._program.innermost().attachment(Facts)  # a tape may go back in a branch
+        factor, facts = self._rows.factor, self._program.innermost().part(Facts)  # a tape may go back in a branch
         given = [tf.convert_to_tensor(x) for x in upstream]
         found: dict[int, tf.Tensor] = {}
         # What was divided by the number of replicas counts on a rank without rows, too, which cannot tell a share's value.
@@ -242,7 +242,7 @@ class Redistribution(OfBranch):
     def of_all_readers(self, upstream: tf.Tensor) -> tf.Tensor:
         """Returns what has come back to a sum of gradients, which all ranks read, so that it is the same on all: where it is of
         a rank's own rows (`loss * norm`, a loss of each row), the ranks agree on it."""
-        placement = self._program.innermost().attachment(Facts).of(upstream)
+        placement = self._program.innermost().part(Facts).of(upstream)
         if isinstance(placement, Replicate) or placement in (Partial(How.ALIKE), Partial(How.SHARE)):
             return upstream
         with tape.backward_scope():

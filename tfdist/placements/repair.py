@@ -13,14 +13,15 @@ mended as soon as it is seen (`look`), in front of any message that may depend o
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfdist import temporary
 from tfdist.collectives import OfBranch, RankProgram, all_reduce, can_be_gathered
 from tfdist.graphs import records, tape, walks
-from tfdist.placements.eager import EagerFacts
+from tfdist.placements.eager import EagerFacts, facts_of
 from tfdist.placements.facts import Facts
 from tfdist.placements.graph_facts import GivenFacts
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard, Unknown, Why
@@ -44,17 +45,15 @@ class Repair(OfBranch):
 
     def __init__(self, program: RankProgram):
         self._program = program
-        self._facts: Facts = program.attachment(Facts)
-        self._rows: RankRows = program.attachment(RankRows)
-        self._redistribution: Redistribution = program.attachment(Redistribution)
-        self._remaking: Remaking = program.attachment(Remaking)
-        self._plan: RepairPlan = program.attachment(RepairPlan)
-        self.before_known: list[Callable[[tf.Tensor], object]] = []
+        self._facts: Facts = program.part(Facts)
+        self._rows: RankRows = program.part(RankRows)
+        self._redistribution: Redistribution = program.part(Redistribution)
+        self._remaking: Remaking = program.part(Remaking)
+        self._plan: RepairPlan = program.part(RepairPlan)
         self._given_up: set[str] = set()  # operations that nothing can be done about
         self._looked_for: set[str] = set()  # those that `look` has found once
         self._looked_at = len(program.graph.get_operations())
         self._is_working = False
-        program.before_collective.append(self.look)
 
     def known(self, tensor: tf.Tensor, label: str) -> Placement:
         """Returns the placement of `tensor`, mended if it must be; `Unknown`: that could not be done."""
@@ -77,8 +76,7 @@ class Repair(OfBranch):
         if not isinstance(found, Unknown) or found.what in self._given_up:
             return found
         self._know_outside(tensor, label)
-        for settle in self._program.before_collective:  # what reads gradients is to read sums of them
-            settle()
+        self._program.settle()  # what reads gradients is to read sums of them
         plans = 0
         while plans < _MOST_PLANS:
             waves, lost = self._plan.of(tensor, may_gather)
@@ -97,14 +95,14 @@ class Repair(OfBranch):
     def _open(self, op: tf.Operation, target: tf.Tensor, label: str, is_asked_for: bool) -> bool:
         goes_back = any(isinstance(x, Unknown) and x.why is Why.GOES_BACK for x in map(self._facts.of, op.outputs))
         with self.working():
-            return (is_asked_for or goes_back) and self._program.attachment(Opening).opened(op, target, label)
+            return (is_asked_for or goes_back) and self._program.part(Opening).opened(op, target, label)
 
     def _know_outside(self, tensor: tf.Tensor, label: str) -> None:
         """Mends what a branch has captured, and what makes `tensor` unknown in it, where that was made."""
         for op in self._facts.reasons_of(tensor) if self._program.outer is not None else ():
             if (outside := self._facts.outside_of(op.outputs[0])) is None:
                 continue
-            repair, outer = outside[0].attachment(Repair), outside[1]
+            repair, outer = outside[0].part(Repair), outside[1]
             with repair.without_shares(), self._program.outermost():
                 repair.known(outer, label)
                 self._facts.forget(op.outputs)
@@ -208,6 +206,12 @@ class Repair(OfBranch):
         """Whether `tensor`, a number of a loop of one's own, is that of one device: of what ranks have agreed on."""
         is_number = self._program.exists_here(tensor) and isinstance(self._facts.of(tensor), Partial | Replicate)
         return is_number and self._facts.is_of_agreed(tensor)
+
+    def settle(self) -> None:
+        self.look()
+
+    def close(self, outputs: Any) -> None:
+        self.look()
 
     def look(self) -> None:
         """Mends what goes back to rows, or lets rows meet, in what has been traced since it was called before."""
@@ -368,16 +372,6 @@ def _read_by(want: Want) -> list[tf.Tensor]:
     return [x for place, x in enumerate(want.op.inputs) if place not in row_of(want.op.type).ignores]
 
 
-def begin(program: RankProgram, most_bytes: int) -> None:
-    """Lets what is traced in `program` be looked at, from here on; at most `most_bytes` of rows are gathered."""
-    if not program.is_eager and program.mesh.size("data") > 1:
-        program.attachment(RepairPlan).most_bytes = most_bytes
-        if not program.mesh.splits_layers:
-            program.selected_by = lambda here, x: x if (whole := here.attachment(Repair).whole(x, "branch")) is None else whole
-            program.returned_by = lambda here, x: here.attachment(Repair).mended(x, "branch")
-        program.at_close.append(lambda _: program.attachment(Repair).look())
-
-
 @contextlib.contextmanager
 def meant_of_own_rows(program: RankProgram | None, like: tf.Tensor | None = None) -> Iterator[list[tf.Tensor]]:
     """A block in which a rank computes, of its own rows, what other ranks' rows are not to change, as in `BatchNormalization`.
@@ -389,8 +383,8 @@ def meant_of_own_rows(program: RankProgram | None, like: tf.Tensor | None = None
     if here is None:
         yield found
         return
-    facts = here.attachment(EagerFacts if program.is_eager else Facts)
-    with here.attachment(EagerFacts if program.is_eager else Repair).not_seen():
+    facts = facts_of(here)
+    with (here.part(EagerFacts) if program.is_eager else here.part(Repair)).not_seen():
         yield found
     for x in found:
         facts.declare(x, Replicate() if like is None or not here.exists_here(like) else facts.of(like))

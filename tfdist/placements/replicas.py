@@ -30,7 +30,7 @@ class ReplicaCount(int):
         program = rank_program(peers_on="data")
         here = program.that_made(count) if program is not None and tf.is_symbolic_tensor(count) else None
         if here is not None:
-            here.attachment(Facts).declare(count, Partial(How.REPLICAS))
+            here.part(Facts).declare(count, Partial(How.REPLICAS))
         return count
 
 

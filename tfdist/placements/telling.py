@@ -56,21 +56,21 @@ def known(
         not_told: a reason for not being known that is none to warn of.
     """
     here = program.here()
-    rows, unknown = program.attachment(RankRows), None
+    rows, unknown = program.part(RankRows), None
     is_here = tf.is_symbolic_tensor(tensor) is not program.is_eager
     if here is None or not is_here or rows.are_everywhere or program.mesh.size("data") == 1 or tape.in_vectorized_map():
         return Replicate()
     if program.is_eager:
-        placement, unknown = here.attachment(EagerFacts).of(tensor), here.attachment(EagerFacts).unknown(tensor)
+        placement, unknown = here.part(EagerFacts).of(tensor), here.part(EagerFacts).unknown(tensor)
     else:
         here = here.that_made(tensor) or here  # of what a branch has captured, where it was made
-        for prepare in here.attachment(Repair).before_known:
-            prepare(tensor)
+        for part in here.parts:
+            part.before_known(tensor)
         if rows.are_of_slices:
-            return here.attachment(Facts).of(tensor)
+            return here.part(Facts).of(tensor)
         with here.outermost():
-            placement = here.attachment(Repair).known(tensor, label)
-        taken = here.attachment(Facts).taken_for_rows
+            placement = here.part(Repair).known(tensor, label)
+        taken = here.part(Facts).taken_for_rows
         unknown = Unknown(Why.OWN_ROWS, named(taken[0])) if taken else None
         taken.clear()
     unknown = placement if isinstance(placement, Unknown) else unknown
@@ -113,10 +113,12 @@ def without_extremes(program: RankProgram, tensor: tf.Tensor) -> tf.Tensor:
 
 def _who_mends(program: RankProgram, tensor: tf.Tensor) -> EagerFacts | Repair | None:
     """Returns what can make of `tensor` that of all rows; None: nothing, or there are no other ranks' rows."""
-    rows, here = program.attachment(RankRows), program.here()
+    rows, here = program.part(RankRows), program.here()
     is_alone = program.mesh.size("data") == 1 or rows.are_of_slices or rows.are_everywhere
     is_here = here is not None and tf.is_symbolic_tensor(tensor) is not program.is_eager and here.exists_here(tensor)
-    return here.attachment(EagerFacts if here.is_eager else Repair) if is_here and not is_alone else None
+    if here is None or not is_here or is_alone:
+        return None
+    return here.part(EagerFacts) if here.is_eager else here.part(Repair)
 
 
 def of_layer(layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -127,7 +129,7 @@ def of_layer(layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> An
     here = program.here() if may_send else None
     if here is None:
         return call(*args, **kwargs)
-    facts: Facts = here.attachment(Facts)
+    facts: Facts = here.part(Facts)
     before = tape.operations_so_far()
 
     def placement_of(x: Any) -> Placement | None:
@@ -141,7 +143,7 @@ def of_layer(layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> An
             return x  # of a part of the batch, say, of which what is computed has as many rows
         name = f"The layer {layer.name!r}"  # which returns rows, whatever it makes of a sparse tensor's indices
         placement = known(program, x, f"layer/{layer.name}", layer, name, not_told=Why.GIVEN)
-        found = here.attachment(Repair).own_rows(x, f"layer/{layer.name}")
+        found = here.part(Repair).own_rows(x, f"layer/{layer.name}")
         if isinstance(placement, Unknown) and facts.own_rows_first(x):
             facts.declare(x, Shard())  # what was told of once
         if found is not x and hasattr(x, "_keras_mask"):
@@ -163,8 +165,8 @@ def warn_of_number_read(tensor: tf.Tensor) -> None:
     program, owner = rank_program(peers_on="data"), tf.distribute.get_strategy()
     if program is None or not program.is_eager or program.local_index or owner in _told:
         return
-    line = program.attachment(EagerFacts).line_that_reads(tensor)
-    if line is not None and not program.attachment(RankRows).are_everywhere and _is_new(owner):
+    line = program.part(EagerFacts).line_that_reads(tensor)
+    if line is not None and not program.part(RankRows).are_everywhere and _is_new(owner):
         errors.warn(
             f"Python reads a number of an eager step{line}: that of the device's own rows, where one device has that of all, "
             "and nobody can see what becomes of it.",

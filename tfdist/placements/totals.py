@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, all_reduce, group_ops, ops
+from tfdist.collectives import Part, RankProgram, all_reduce, group_ops, ops
 from tfdist.custom_gradients import with_adjoint
 from tfdist.placements.constants import value_of
 from tfdist.placements.kinds import How
@@ -20,13 +20,13 @@ EXTREMES = {How.MAX: 1, How.MIN: -1}
 Tensors: TypeAlias = Sequence[tf.Tensor]
 
 
-class Totals:
+class Totals(Part):
     """What one rank sends of its numbers; an attachment of its program."""
 
     def __init__(self, program: RankProgram):
         self._program = program
         self._replicas = len(program.group_ranks("data"))
-        self._rows: RankRows = program.attachment(RankRows)
+        self._rows: RankRows = program.part(RankRows)
 
     def of(self, tensors: Tensors, hows: Sequence[How], label: str) -> list[tf.Tensor]:
         """Returns what `tensors`, of one shape on all ranks, are of all rows: one message, one more for maxima and for minima."""

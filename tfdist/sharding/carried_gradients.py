@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram
+from tfdist.collectives import Part, RankProgram
 from tfdist.graphs import tape
 from tfdist.sharding import gradient_graph
 
 
-class CarriedGradients:
+class CarriedGradients(Part):
     """What has been taken in loops and branches of one rank's program in one trace; an attachment of the rank's program."""
 
     def __init__(self, program: RankProgram):

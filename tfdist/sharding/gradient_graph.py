@@ -93,7 +93,7 @@ class Derived:
 
     def _has_rows(self, tensor: tf.Tensor) -> bool:
         program = self._program if self._program is not None and tensor.graph is self._program.graph else None
-        return program is not None and isinstance(program.attachment(Facts).of(tensor), Shard)
+        return program is not None and isinstance(program.part(Facts).of(tensor), Shard)
 
     def _is_of_kind(self, tensor: tf.Tensor) -> bool:
         if tensor.dtype.is_integer or tensor.dtype.is_bool or table.row_of(tensor.op.type).linear is None:

@@ -11,6 +11,7 @@ gradient is looked at in the order in which it is traced.
 import contextlib
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
@@ -43,8 +44,6 @@ class GradientNumbers(OfBranch):
         self._of_tapes: list[list[int]] = []  # from which operation to which a tape has made them
         self.is_own = False
         self.is_agreeing = False
-        program.before_collective.append(self.settle)
-        program.at_close.append(lambda _: self.settle())
 
     def note(self, gradient: tf.Tensor) -> None:
         """Notes that `gradient` is what a tape has returned."""
@@ -58,6 +57,9 @@ class GradientNumbers(OfBranch):
         self.settle()
         return tensor.name in self._computed
 
+    def close(self, outputs: Any) -> None:
+        self.settle()
+
     def settle(self) -> None:
         """Lets what has read gradients so far read the numbers beside them of the whole batch."""
         self._follow()
@@ -68,10 +70,10 @@ class GradientNumbers(OfBranch):
         if not met:
             return
         with self.own_use(is_agreeing=True):
-            wholes = self._program.attachment(Repair).wholes([op.inputs[place] for op, place in met], "gradient")
+            wholes = self._program.part(Repair).wholes([op.inputs[place] for op, place in met], "gradient")
             for (op, place), whole in zip(met, wholes, strict=True):
                 if whole is not None and whole is not op.inputs[place]:
-                    self._program.attachment(Redistribution).reads(op, place, whole)
+                    self._program.part(Redistribution).reads(op, place, whole)
 
     def _follow(self) -> None:
         """Finds what is computed of gradients, a branch of what it has captured, and what these meet."""
@@ -79,10 +81,10 @@ class GradientNumbers(OfBranch):
         if self.is_own or mesh.size("data") == 1 or mesh.splits_layers:
             return
         if outer is not None:
-            outer.attachment(GradientNumbers)._follow()
+            outer.part(GradientNumbers)._follow()
             for outside, inside in self._program.graph.captures:
                 made_by = outer.that_made(outside) if tf.is_symbolic_tensor(outside) else None
-                if made_by is not None and outside.name in made_by.attachment(GradientNumbers)._computed:
+                if made_by is not None and outside.name in made_by.part(GradientNumbers)._computed:
                     self._computed.add(inside.name)
         if not self._computed:
             return
@@ -97,12 +99,12 @@ class GradientNumbers(OfBranch):
                 self._met += [(op, place) for place, x in enumerate(op.inputs) if x.name not in self._computed]
 
     def _must_be_whole(self, op: tf.Operation, place: int) -> bool:
-        facts, number = self._program.attachment(Facts), op.inputs[place]
+        facts, number = self._program.part(Facts), op.inputs[place]
         if number.dtype == tf.resource or tape.is_backward(number.op) or isinstance(facts.of(number), Replicate | Shard):
             return False
         if self._is_weight(number):  # with which a gradient is reduced
             return False
-        if facts.of(number) == Partial(How.REPLICAS) and not self._program.attachment(RankRows).are_means:
+        if facts.of(number) == Partial(How.REPLICAS) and not self._program.part(RankRows).are_means:
             return False  # by which a loop divides what it will sum
         beside = [other for other, x in enumerate(op.inputs) if x.name in self._computed]
         if not _adds(op) or any(self._is_gradient(op.inputs[other]) for other in beside):
@@ -116,7 +118,7 @@ class GradientNumbers(OfBranch):
 
     def _meets_a_gradient(self, op: tf.Operation) -> bool:
         """Whether a gradient meets what is computed of `op`, as far as the graph has come."""
-        found = self._program.attachment(Redistribution).found
+        found = self._program.part(Redistribution).found
         waiting, seen = list(op.outputs), {x.name for x in op.outputs}
         for x in (x for x in waiting if found(x) is None):  # what ranks have agreed on is read in its place
             for reader in (one for one in x.consumers() if not tape.is_backward(one) and not tape.writes(one)):
@@ -129,7 +131,7 @@ class GradientNumbers(OfBranch):
 
     def _is_gradient(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor`, computed of gradients, is a gradient still, to which something may have been added."""
-        facts = self._program.attachment(Facts)
+        facts = self._program.part(Facts)
         terms = reached([tensor], lambda x: [y for y in x.op.inputs if y.name in self._computed] if _adds(x.op) else [])
         return any(x.name in self._gradients or isinstance(facts.of(x), Partial) for x in terms)
 
@@ -137,7 +139,7 @@ class GradientNumbers(OfBranch):
         """Whether `number` is the rank's weight, or says whether it has one."""
         while number.op.type in ("Cast", "Greater", "Identity"):
             number = number.op.inputs[0]
-        return self._program.attachment(RankRows).is_weight(number)
+        return self._program.part(RankRows).is_weight(number)
 
     @contextlib.contextmanager
     def going_back(self) -> Iterator[None]:

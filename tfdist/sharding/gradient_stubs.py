@@ -97,7 +97,6 @@ class GradientStubs(OfBranch):
         self._get_sums: set[str] = set()  # the handles of parameters, and of slots that the user's code assigns to
         self._images: dict[str, tf.Tensor] = {}  # shards by the name of the whole tensor that they are of
         self._sources = gradient_graph.Sources(lambda x: x.graph is program.graph and x.name in self._stubs)
-        program.summands.append(self._own)
 
     @property
     def waiting(self) -> list[Stub]:
@@ -107,8 +106,8 @@ class GradientStubs(OfBranch):
     def make(self, variable: Any, full: tf.Tensor, unit: Unit | None = None) -> Stub:
         """Returns a stub for the gradient of `variable`, of which `full` is this rank's summand; it is reduced with `unit`."""
         tensor = tape.stand_in(variable.dtype, variable.layout.local_shape)
-        self._program.attachment(GradientNumbers).note(tensor)
-        began_with = self._program.attachment(GradientWeight).began_with
+        self._program.part(GradientNumbers).note(tensor)
+        began_with = self._program.part(GradientWeight).began_with
         self._stubs[tensor.name] = Stub(tensor, variable, full, began_with, unit)
         return self._stubs[tensor.name]
 
@@ -120,7 +119,7 @@ class GradientStubs(OfBranch):
     def gets_summand(self, operation: tf.Operation, tensor: tf.Tensor) -> bool:
         """Whether `operation` adds `tensor`, linear in gradients, to a variable in a loop of one's own: at all stages this rank's
         summand."""
-        is_of_trainer = self._program.attachment(GradientWeight).is_of_trainer
+        is_of_trainer = self._program.part(GradientWeight).is_of_trainer
         handles = None if is_of_trainer else gradient_graph.written(operation, tensor)
         return handles is not None and not any(handle.name in self._get_sums for handle in handles)
 
@@ -128,19 +127,19 @@ class GradientStubs(OfBranch):
         """Notes that `shard` is this rank's of the sum that `stub` stands for."""
         stub.shard = self._images[stub.tensor.name] = shard
 
-    def _own(self, tensor: tf.Tensor) -> tf.Tensor | None:
+    def summand(self, tensor: tf.Tensor) -> tf.Tensor | None:
         """Returns this rank's summand of `tensor`, where that is a gradient, or linear in gradients.
 
         Raises NotImplementedError in an eager run for what was computed of gradients.
         """
         if not tf.is_symbolic_tensor(tensor):
-            return self._program.attachment(KnownSums).summand_of(tensor) if self._program.is_eager else None
+            return self._program.part(KnownSums).summand_of(tensor) if self._program.is_eager else None
         if not self._stubs or self._linear.of(tensor) is None:
             return None
         with self._program.outermost():
             summand = self._summand(tensor)
         if self._program.outer is not None:
-            self._program.attachment(CarriedGradients).note(summand)
+            self._program.part(CarriedGradients).note(summand)
         return summand
 
     def shard_of(self, gradient: tf.Tensor) -> tf.Tensor | None:
@@ -174,7 +173,7 @@ class GradientStubs(OfBranch):
                 if gets_summand:
                     tape.reconnect(operation, tensor, self._summand(tensor))
 
-    def close(self) -> None:
+    def give_values(self) -> None:
         """Gives stubs that are not filled a value, since an operation may need all that it is given, whatever is read of it."""
         with self._program.outermost(), tape.stop_recording():
             for stub in self._stubs.values():
@@ -221,7 +220,7 @@ class GradientStubs(OfBranch):
                 stub = stubs[place]
                 stub.is_whole = True
                 _connect(stub, whole)
-                self._program.attachment(Facts).declare(stub.tensor, Replicate())
+                self._program.part(Facts).declare(stub.tensor, Replicate())
 
 
 def _connect(stub: Stub, value: tf.Tensor) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 
 from tfdist import temporary
-from tfdist.collectives import RankProgram
+from tfdist.collectives import Part, RankProgram
 
 
-class GradientWeight:
+class GradientWeight(Part):
     """What one rank's gradients count in one trace; an attachment of the rank's program.
 
     In a training loop of one's own a rank's gradient is its summand and counts 1, which is no weight. In a step of Keras's

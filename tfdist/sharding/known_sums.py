@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import RankProgram
+from tfdist.collectives import Part, RankProgram
 from tfdist.collectives.where import is_visible
 from tfdist.placements.eager import EagerFacts
 
@@ -25,7 +25,7 @@ class _Sum:
     is_returned: bool = False
 
 
-class KnownSums:
+class KnownSums(Part):
     """The sums that one rank has in one trace, or eager run; an attachment of the rank's program."""
 
     def __init__(self, program: RankProgram):
@@ -57,7 +57,7 @@ class KnownSums:
 
     def is_of_sums(self, tensor: tf.Tensor) -> bool:
         """Whether `tensor` was computed of sums, and is none itself."""
-        return self._added(tensor) is None and self._program.attachment(EagerFacts).is_of_gradients(tensor)
+        return self._added(tensor) is None and self._program.part(EagerFacts).is_of_gradients(tensor)
 
     def summand_of(self, tensor: tf.Tensor) -> tf.Tensor | None:
         """Returns what the rank has added to the sum `tensor`; None: it is none, and was not computed of one.

@@ -70,7 +70,6 @@ class Recomputation(OfBranch):
         self._regions: list[Region] = []  # of a region within a region, the inner one first
         self._left_alone: set[str] = set()
         self.idle: set[str] = set()
-        program.at_close.append(lambda outputs: self.settle([]))
 
     def leave_alone(self, operations: Sequence[tf.Operation]) -> None:
         """Notes operations that are not made again: of a gather, which has a second one of its own."""
@@ -118,7 +117,10 @@ class Recomputation(OfBranch):
             region.repetitions.append(Repetition(began, gate, made, copies))
         return list(upstream)
 
-    def settle(self, gradients: Sequence[tf.Tensor] | None = None) -> None:
+    def close(self, outputs: Any) -> None:
+        self.connect([])
+
+    def connect(self, gradients: Sequence[tf.Tensor] | None = None) -> None:
         """Lets what backward has made so far read the operations made again, each when its turn has come.
 
         Args:
@@ -143,12 +145,12 @@ class Recomputation(OfBranch):
         if gradients is not None and not all(repetition.is_placed for repetition in repetitions):
             self._place(repetitions, [*gradients, *filter(tape.has_an_effect, operations)], operations)
 
-    def settle_apart(self) -> None:
-        """As `settle`, of a backward that is through, and has a place of its own in the order of the step.
+    def connect_alone(self) -> None:
+        """As `connect`, of a backward that is through, and has a place of its own in the order of the step.
 
         What comes after it may run before parts of it, which then wait for their turn: it is not put behind them.
         """
-        self.settle()
+        self.connect()
         self._regions = [region for region in self._regions if not region.repetitions]
 
     def _order(self, earlier: Repetition, later: Repetition, numbers: Mapping[str, int]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors, temporary
-from tfdist.collectives import RankProgram
+from tfdist.collectives import Part, RankProgram
 from tfdist.graphs import tape
 from tfdist.placements.eager import EagerFacts
 from tfdist.placements.kinds import Replicate
@@ -21,7 +21,7 @@ from tfdist.sharding.shard_messages import gather_over_data
 from tfdist.sharding.tape_gradients import TapeGradients
 
 
-class SlotReads:
+class SlotReads(Part):
     """The slots that one rank reads and writes in one trace, or eager run; an attachment of the rank's program."""
 
     def __init__(self, program: RankProgram):
@@ -49,9 +49,9 @@ class SlotReads:
         with tape.stop_recording(), tf.device(program.device):
             whole = gather_over_data(program, component.read_value(), layout, f"slots/{variable.name}")
         if program.is_eager:
-            program.attachment(EagerFacts).declare(whole, Replicate(), is_of_weights=True)
+            program.part(EagerFacts).declare(whole, Replicate(), is_of_weights=True)
         else:
-            program.attachment(TapeGradients).note_slot(whole)
+            program.part(TapeGradients).note_slot(whole)
         return whole
 
     def note_written(self, variable: Any) -> None:
@@ -61,5 +61,5 @@ class SlotReads:
         handle = variable.component(self._program.rank).handle
         program = self._program.innermost()
         while program is not None:
-            program.attachment(GradientStubs).note_gets_sum(handle)
+            program.part(GradientStubs).note_gets_sum(handle)
             program = program.outer

@@ -63,8 +63,8 @@ class TapeGradients(OfBranch):
         self._whole_sums: Callable[..., Sequence[tf.Tensor]] | None = None
         self._is_asked = False
         self._num_searched = 0  # operations of the graph that were looked at for gradients that come out of them
-        self._numbers: GradientNumbers = program.attachment(GradientNumbers)
-        self._stubs: GradientStubs = program.attachment(GradientStubs)
+        self._numbers: GradientNumbers = program.part(GradientNumbers)
+        self._stubs: GradientStubs = program.part(GradientStubs)
         self._sources = gradient_graph.Sources(lambda x: x.graph is program.graph and self._is_whole(x))
 
     def note(
@@ -78,7 +78,7 @@ class TapeGradients(OfBranch):
         if self._is_written():
             self.settle()  # not in one message with these
         self._whole_sums = whole_sums or self._whole_sums
-        is_in_loss = self._program.attachment(GradientWeight).is_in_loss
+        is_in_loss = self._program.part(GradientWeight).is_in_loss
         for grad, variable in zip(grads, variables, strict=True):
             self._numbers.note(grad)
             self._own.update(operation.name for operation in grad.consumers())  # the backward pass itself goes on from it
@@ -88,12 +88,12 @@ class TapeGradients(OfBranch):
                 stored = variable if isinstance(variable, tf.Variable) else variable.value
                 self._stubs.note_gets_sum(stored.values[self._program.local_index].handle)
             if self._program.outer is not None:
-                self._program.attachment(CarriedGradients).note(grad)
+                self._program.part(CarriedGradients).note(grad)
 
     def _know_made_by_hand(self, grads: Sequence[Any]) -> None:
         """Lets what `grads`, for an optimizer, are made of by hand be of the whole batch: of gradients of rows, in a step of
         Keras's trainer, by the chain rule."""
-        is_of_trainer = self._program.attachment(GradientWeight).is_of_trainer and not self._numbers.is_own
+        is_of_trainer = self._program.part(GradientWeight).is_of_trainer and not self._numbers.is_own
         if self._program.is_eager or not is_of_trainer or self._program.mesh.splits_layers:
             return
         self._find_carried()
@@ -102,24 +102,26 @@ class TapeGradients(OfBranch):
             if not is_here or self._linear.of(x) is not None or self._stubs.below(x):
                 continue
             if not tape.is_backward(x.op) and not self._numbers.is_of_gradients(x):
-                self._program.attachment(Repair).known(x, "gradient")
+                self._program.part(Repair).known(x, "gradient")
 
     def note_in_loop(self, grad: tf.Tensor) -> None:
         """Notes what a tape has returned in a loop, where nothing can be summed: a rank's summand, of what may come out."""
         self.be_asked()
-        self._program.attachment(CarriedGradients).note(grad)
+        self._program.part(CarriedGradients).note(grad)
 
     def be_asked(self) -> None:
         """Lets what comes out of loops and branches be looked at, in this program and in those around it."""
         if self._program.outer is not None:
-            self._program.outer.attachment(TapeGradients).be_asked()
-        if not self._is_asked:
-            self._is_asked = True
-            self._program.before_collective.append(self.settle)
-            self._program.at_close.append(lambda _: self.settle())
-            # A branch may wait for a variable that was written with what has been read so far, and send something.
-            self._program.before_branch += [lambda _: self.settle(), self._let_branch_read]
-            self._program.summands.append(self._read_as_summand)
+            self._program.outer.part(TapeGradients).be_asked()
+        self._is_asked = True
+
+    def before_branch(self, read: Sequence[tf.Tensor]) -> None:
+        # A branch may wait for a variable that was written with what has been read so far, and send something.
+        self.settle()
+        self._let_branch_read(read)
+
+    def close(self, outputs: Any) -> None:
+        self.settle()
 
     def _add(self, summand: _Summand) -> None:
         self._summands[summand.tensor.name] = summand
@@ -129,7 +131,7 @@ class TapeGradients(OfBranch):
         if self._is_asked:
             operations = self._program.graph.get_operations()
             for operation in operations[self._num_searched :]:
-                for output in self._program.attachment(CarriedGradients).out_of(operation):
+                for output in self._program.part(CarriedGradients).out_of(operation):
                     if output.name not in self._summands:
                         self._add(_Summand(output, None, is_weighted=False))
             self._num_searched = len(operations)
@@ -160,9 +162,9 @@ class TapeGradients(OfBranch):
 
     def placement_of(self, grad: tf.Tensor) -> Placement | None:
         """Returns the placement of `grad`, in a step of Keras's trainer; None: it is not looked for."""
-        is_of_trainer = self._program.attachment(GradientWeight).is_of_trainer
+        is_of_trainer = self._program.part(GradientWeight).is_of_trainer
         made_by = self._program.that_made(grad) if is_of_trainer and tf.is_symbolic_tensor(grad) else None
-        return None if made_by is None else made_by.attachment(Facts).of(grad)
+        return None if made_by is None else made_by.part(Facts).of(grad)
 
     def whole_of(self, grad: tf.Tensor) -> tf.Tensor | None:
         """Returns the sum, whole, where `grad` is computed from sums, or linear in gradients with known sums; else None."""
@@ -171,18 +173,20 @@ class TapeGradients(OfBranch):
         self._find_carried()
         made_by = self._program.that_made(grad)
         if made_by not in (None, self._program):
-            return made_by.attachment(TapeGradients).whole_of(grad)
+            return made_by.part(TapeGradients).whole_of(grad)
         below = self._linear.of(grad) if made_by is not None and (self._summands or self._wholes) else None
         if below:
             return self._image(grad) if all(summand.whole is not None for summand in below) else None
         outer = self._program.outer
         is_whole = self._let_branch_read([grad]) if made_by is None else bool(self._sources.of(grad))
         while outer is not None and not is_whole:
-            is_whole, outer = outer.attachment(TapeGradients)._let_branch_read([grad]), outer.outer
+            is_whole, outer = outer.part(TapeGradients)._let_branch_read([grad]), outer.outer
         return grad if is_whole and not isinstance(self.placement_of(grad), Partial) else None
 
-    def _read_as_summand(self, tensor: tf.Tensor) -> tf.Tensor | None:
+    def summand(self, tensor: tf.Tensor) -> tf.Tensor | None:
         """Returns `tensor`, linear in summands, for the user's code to sum itself."""
+        if not self._is_asked:
+            return None
         self._find_carried()
         if not self._linear.of(tensor):
             return None
@@ -211,11 +215,11 @@ class TapeGradients(OfBranch):
         self._know_made_by_hand(grads)
         self.settle()
         if self._program.is_eager:
-            with self._program.attachment(EagerFacts).own_use():
+            with self._program.part(EagerFacts).own_use():
                 yield
         else:
             here = self._program.here() or self._program
-            with self._numbers.own_use(), self._marked(), here.attachment(Repair).not_seen():
+            with self._numbers.own_use(), self._marked(), here.part(Repair).not_seen():
                 yield
 
     @contextlib.contextmanager
@@ -246,13 +250,13 @@ class TapeGradients(OfBranch):
             images = [self._image(tensor) for _, tensor in reads]  # first: a product of which one factor is read is linear
             for (operation, tensor), image in zip(reads, images, strict=True):
                 tape.reconnect(operation, tensor, image)
-                self._program.attachment(Redistribution).stands_for(image, tensor)
+                self._program.part(Redistribution).stands_for(image, tensor)
 
     def _sum_missing(self, summands: Iterable[_Summand]) -> None:
         wanted = set(summands)
         missing = [s for s in self._summands.values() if s in wanted and s.whole is None]  # in one order on all ranks
         for is_weighted in (False, True):
-            with self._program.attachment(GradientWeight).entered_with_the_loss(is_weighted):
+            with self._program.part(GradientWeight).entered_with_the_loss(is_weighted):
                 self._sum([summand for summand in missing if summand.is_weighted is is_weighted])
 
     def _sum(self, summands: Sequence[_Summand]) -> None:
@@ -266,7 +270,7 @@ class TapeGradients(OfBranch):
 
     def _sum_of_carried(self, summand: _Summand) -> tf.Tensor:
         program, grad = self._program, summand.tensor
-        mine = weighted(wide(grad), program.attachment(GradientWeight).of_wholes())
+        mine = weighted(wide(grad), program.part(GradientWeight).of_wholes())
         total = group_ops.all_reduce(program, mine, program.group_ranks("data"), "sum", "all_reduce/carried_gradient")
         return tf.cast(total, grad.dtype)
 

@@ -51,7 +51,7 @@ class UnshardSchedule(OfBranch):
 
     def __init__(self, program: RankProgram):
         self._program = program
-        self._recomputation: Recomputation = program.attachment(Recomputation)
+        self._recomputation: Recomputation = program.part(Recomputation)
         self._order = program.order
         self._units: list[Unit] = []
         self._live: list[Unit] = []
@@ -60,14 +60,7 @@ class UnshardSchedule(OfBranch):
         self._has_regathered = False
         self._regathering: set[tf.Operation] = set()  # operations of gathers of backward, which their gates alone hold back
         self._differentiated: set[int] = set()
-        program.before_collective.append(self._before_collective)
-        self._stubs: GradientStubs = program.attachment(GradientStubs)
-        program.at_close.append(self._close)
-        program.before_branch.append(self._let_read)
-        if not program.is_eager:  # a loss or a log of Keras's trainer is of the sums, which all ranks have
-            weight: GradientWeight = program.attachment(GradientWeight)
-            fill = lambda x: weight.is_of_trainer and self._stubs.below(x) and self.is_of_sums(x)  # noqa: E731
-            program.attachment(Repair).before_known.append(fill)
+        self._stubs: GradientStubs = program.part(GradientStubs)
 
     # Forward
 
@@ -75,7 +68,7 @@ class UnshardSchedule(OfBranch):
         """Returns the full (local) value of `variable` in `dtype`, gathered with its group, on this rank's tapes."""
         if self._program.is_eager:
             return self._read_eagerly(variable, dtype)
-        group = self._program.plan.attachment(ParameterGroups, self._config.group_bytes).group_of(variable)
+        group = self._program.plan.shared(ParameterGroups, self._config.group_bytes).group_of(variable)
         compute_dtype = compute_dtype_of(variable, dtype)
         with self._program.outermost():
             for unit in reversed(self._live):
@@ -90,7 +83,7 @@ class UnshardSchedule(OfBranch):
         with tape.stop_recording():
             (full,) = gather_parameters(program, [shard], [variable], f"unshard/{variable.name}", config, dtype)
 
-        program.attachment(EagerFacts).declare(full, Replicate(), is_of_weights=True)
+        program.part(EagerFacts).declare(full, Replicate(), is_of_weights=True)
 
         def reduced(upstream: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor]:
             grad = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
@@ -98,12 +91,12 @@ class UnshardSchedule(OfBranch):
                 return [tf.cast(grad, variable.dtype)]
             self._differentiated.add(id(variable))
             with tape.stop_recording():
-                weight = program.attachment(GradientWeight).of_tape()
+                weight = program.part(GradientWeight).of_tape()
                 label = f"reduce_scatter/{variable.name}"
                 shards = SumOfGradients(program, config, [variable], layouts, label, weight).scattered([grad], variable.dtype)
                 wholes = gather_shards(program, shards, layouts, f"all_gather/{variable.name}/gradient")
-            own = without_weight(tf.cast(grad, variable.dtype), program.attachment(GradientWeight).began_with)
-            program.attachment(KnownSums).note(wholes[0], shards[0], own)
+            own = without_weight(tf.cast(grad, variable.dtype), program.part(GradientWeight).began_with)
+            program.part(KnownSums).note(wholes[0], shards[0], own)
             tape.record_gradient("ReduceScatter", wholes, [grad], functools.partial(self._second_order, grad.dtype))
             return wholes
 
@@ -119,7 +112,7 @@ class UnshardSchedule(OfBranch):
         self._live.clear()
         self._order.has_written = True
         if self._program.outer is not None:
-            self._program.outer.attachment(UnshardSchedule).invalidate()
+            self._program.outer.part(UnshardSchedule).invalidate()
         tf.distribute.get_strategy().extended.weight_cache.forget_all(at_calls=not self._program.is_eager)
 
     def has_gradient(self, variable: Any) -> bool:
@@ -178,7 +171,15 @@ class UnshardSchedule(OfBranch):
         with self._own_emission():
             self._stubs.fill(below)
         outer = self._program.outer
-        return bool(below) or outer is not None and outer.attachment(UnshardSchedule).is_of_sums(gradient)
+        return bool(below) or outer is not None and outer.part(UnshardSchedule).is_of_sums(gradient)
+
+    def before_known(self, tensor: tf.Tensor) -> None:
+        """Fills what a loss or a log of Keras's trainer is computed from: it is of the sums, which all ranks have."""
+        if self._program.part(GradientWeight).is_of_trainer and self._stubs.below(tensor):
+            self.is_of_sums(tensor)
+
+    def before_branch(self, read: Sequence[tf.Tensor]) -> None:
+        self._let_read(read)
 
     def _let_read(self, tensors: Sequence[tf.Tensor]) -> None:
         """Reduces and gathers what `tensors`, which a branch or the caller reads, are computed from, and what was read before."""
@@ -188,11 +189,11 @@ class UnshardSchedule(OfBranch):
             if self._stubs.below(tensor):
                 self.is_of_sums(tensor)
 
-    def _close(self, outputs: Any) -> None:
+    def close(self, outputs: Any) -> None:
         self._stubs.write_summands()
         self._let_read([x for x in tf.nest.flatten(outputs) if tf.is_symbolic_tensor(x)])
         self.flush()
-        self._stubs.close()
+        self._stubs.give_values()
         if self._units and self._config.prefetch and self._order.is_on_chain:
             units = [([unit.gathered], [op for op in unit.operations() if not tape.is_backward(op)]) for unit in self._units]
             self._order.queue_in_turn(units)
@@ -208,14 +209,14 @@ class UnshardSchedule(OfBranch):
         program = rank_program()
         here = program.here() if program is not None else None
         if here is not None and here is not self._program:
-            return here.attachment(UnshardSchedule)._on_gradient(unit, variable, upstream)
+            return here.part(UnshardSchedule)._on_gradient(unit, variable, upstream)
         full = tf.convert_to_tensor(upstream)  # IndexedSlices: duplicates summed
         full.set_shape(variable.layout.local_shape)
         if tape.in_vectorized_map() or in_loop(self._program.graph):
             return [tf.cast(full, variable.dtype)]
         if full.graph is not self._program.graph:
             raise nested_functions.refusal(variable)
-        if self._program.attachment(GradientWeight).is_nested:
+        if self._program.part(GradientWeight).is_nested:
             raise errors.not_implemented(
                 f"The function of a `tf.custom_gradient` (or `tf.recompute_grad`) takes the gradient of {variable.name!r}, of "
                 "which each device has a part, with a tape of its own.",
@@ -235,14 +236,14 @@ class UnshardSchedule(OfBranch):
         no mean of the rank's own, and counts no weight.
         """
         self.is_of_sums(upstream)  # it may be a gradient itself, which must be there before what follows from it
-        weight: GradientWeight = self._program.attachment(GradientWeight)
+        weight: GradientWeight = self._program.part(GradientWeight)
         if weight.is_of_trainer and self._program.is_eager:  # what the ranks' readers have sent is not known there
-            return [tf.cast(self._program.attachment(EagerFacts).of_all_readers(upstream), dtype)]
+            return [tf.cast(self._program.part(EagerFacts).of_all_readers(upstream), dtype)]
         if weight.is_of_trainer:
-            upstream = self._program.attachment(Redistribution).of_all_readers(upstream)
+            upstream = self._program.part(Redistribution).of_all_readers(upstream)
         return [without_weight(tf.cast(upstream, dtype), weight.began_with)]
 
-    def _before_collective(self) -> None:
+    def settle(self) -> None:
         """Emits what stands before a collective, but in a backward in which each begins when its input is there."""
         if not (tape.in_backward() and self._order.sends_activations_first):
             self.flush()
@@ -259,8 +260,8 @@ class UnshardSchedule(OfBranch):
         if self._emitting:
             return
         if not self._program.is_eager:  # what they send wants what is emitted here to stand before it
-            self._program.attachment(Repair).look()
-        self._program.attachment(GradientNumbers).settle()
+            self._program.part(Repair).look()
+        self._program.part(GradientNumbers).settle()
         if self._units or self._stubs.waiting:
             self._reduce_and_regather(gradients)
         with self._own_emission():
@@ -271,7 +272,7 @@ class UnshardSchedule(OfBranch):
         if tape.in_backward():
             wanted.update(id(stub.tensor) for stub in self._stubs.waiting if not stub.variable.is_frozen)
         ready = [stub for stub in self._stubs.waiting if id(stub.tensor) in wanted or stub.tensor.consumers()]
-        self._recomputation.settle([stub.full for stub in ready] or None)
+        self._recomputation.connect([stub.full for stub in ready] or None)
         uses = self._backward_uses()
         if not ready and not uses:
             return
@@ -368,7 +369,7 @@ class UnshardSchedule(OfBranch):
         each message; and what ends their encoding, if they are encoded.
         """
         label = f"reduce_scatter/{stubs[0].unit.group.name}"
-        weight = self._program.attachment(GradientWeight).of_tape()
+        weight = self._program.part(GradientWeight).of_tape()
         sent: list[tf.Tensor] = []
         encoded: list[tf.Operation] = []
         for members in messages_of(stubs, [stub.variable for stub in stubs], lambda x: (x.full.dtype, x.tensor.dtype)):

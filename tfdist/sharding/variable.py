@@ -138,7 +138,7 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
                     return self._assemble()
                 case Where.TRACED_RANK | Where.EAGER_RANK:
                     self._check_is_here(rank_program())
-                    return rank_program().attachment(SlotReads).read(self)
+                    return rank_program().part(SlotReads).read(self)
                 case _:
                     return self._local_component()
 
@@ -147,7 +147,7 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
         self._check_is_here(program)
         if not self.layout.is_data_sharded:
             return self._local_component()
-        reader = program.root.parameter_reader or program.with_way_back().attachment(UnshardSchedule)
+        reader = program.root.parameter_reader or program.with_way_back().part(UnshardSchedule)
         return reader.read(self, dtype)
 
     def _check_is_here(self, program: RankProgram) -> None:
@@ -242,9 +242,9 @@ class ShardedVariable(AsNumber, values.DistributedVariable):
         program = rank_program()
         if program is not None and self.is_parameter:
             self._check_is_here(program)
-            (program.here() or program).attachment(UnshardSchedule).invalidate()
+            (program.here() or program).part(UnshardSchedule).invalidate()
         if program is not None:
-            program.attachment(SlotReads).note_written(self)
+            program.part(SlotReads).note_written(self)
         if self._aggregation in (tf.VariableAggregation.SUM, tf.VariableAggregation.MEAN) and self.is_parameter:
             reduce_op = tf.distribute.ReduceOp[self._aggregation.name]
             value = tf.distribute.get_replica_context().all_reduce(reduce_op, value)

@@ -30,9 +30,9 @@ def agreed(outputs: Any, program: RankProgram) -> Any:
     """Returns the `outputs` of the function of a loop of one's own, with numbers of the whole batch marked as such: what needs
     the rows of all ranks, and the greatest and smallest of these."""
     is_alone = program.is_eager or program.mesh.size("data") == 1 or program.mesh.splits_layers
-    if is_alone or program.attachment(RankRows).are_means:
+    if is_alone or program.part(RankRows).are_means:
         return outputs
-    repair = program.attachment(Repair)
+    repair = program.part(Repair)
 
     def found(x: Any) -> Any:
         if not (tf.is_symbolic_tensor(x) and x.dtype.is_floating and x.shape.rank == 0 and program.exists_here(x)):
@@ -52,9 +52,9 @@ def mark(outputs: Any, program: RankProgram) -> None:
         if not (isinstance(output, tf.Tensor) and output.dtype.is_floating):
             continue
         if program.is_eager:
-            is_of_sums = program.attachment(KnownSums).is_of_sums(output)
+            is_of_sums = program.part(KnownSums).is_of_sums(output)
         else:
-            of_tapes = program.attachment(TapeGradients)
+            of_tapes = program.part(TapeGradients)
             is_of_sums = tf.is_symbolic_tensor(output) and of_tapes.is_of_sums(output) and not _is_masked(output)
         if is_of_sums:
             setattr(output, _MARK, True)

@@ -19,7 +19,7 @@ from tfdist.collectives import CollectivePlan, Communicator, RankProgram
 from tfdist.data import DistributedDataset, DistributedDatasetsFromFunction, EndOfData, parts, split_batches
 from tfdist.graphs import tape
 from tfdist.keras_layers import randomness
-from tfdist.placements import eager, repair
+from tfdist.placements import eager
 from tfdist.placements.replicas import ReplicaCount
 from tfdist.runtime import give_back_free_memory, helping_another, out_of_memory
 from tfdist.sharding import MeshConfig, WeightCache
@@ -27,6 +27,7 @@ from tfdist.sharding.compression import COMPRESSION
 from tfdist.sharding.known_sums import KnownSums
 from tfdist.sharding.sharded_activations import WHOLE
 from tfdist.strategy import double_sums, shape_errors
+from tfdist.strategy.rank_parts import make_parts
 from tfdist.strategy.variable_creation import VariableCreation, check_keras
 
 
@@ -105,7 +106,7 @@ class ShardedExtendedMixin(VariableCreation):
         self, fn: Callable[..., Any], args: Any, kwargs: Any, plan: CollectivePlan, program_of: Callable[..., RankProgram]
     ) -> Any:
         """Traces `fn` for each local rank, or runs it, with the program that `program_of` makes of the rank and its arguments."""
-        seeds = plan.attachment(randomness.RankSeeds)
+        seeds = plan.shared(randomness.RankSeeds)
         given = tf.nest.flatten((args, kwargs)) if len(self.communicator.local_ranks) > 1 else None
         parts = [x.values for x in given or () if isinstance(x, values.DistributedValues)]
         shapes = [[x.shape for x in of_ranks if tf.is_tensor(x) and x.shape.rank] for of_ranks in parts]
@@ -119,7 +120,7 @@ class ShardedExtendedMixin(VariableCreation):
             if given is not None:
                 program.sizes = frozenset(x[0] for of_ranks in shapes for x in of_ranks if x[0] is not None)
                 program.are_sizes_equal = all(len({x[0] for x in of_ranks}) < 2 for of_ranks in shapes)
-            repair.begin(program, self._sharding.gather_rows_bytes)
+            make_parts(program, self._sharding.gather_rows_bytes)
             program.install(tf.distribute.get_replica_context())
             # When the data have run out, nothing of the step may happen: an optimizer that counts a step on some ranks only
             # (the count needs no data) would from then on scale their updates differently.
@@ -128,7 +129,7 @@ class ShardedExtendedMixin(VariableCreation):
                 outputs = double_sums.agreed(WHOLE.now.all_whole(fn(*args, **kwargs)), program)
                 if program.is_eager:  # which knows less at its end
                     double_sums.mark(outputs, program)
-                    summands = program.attachment(KnownSums).own(outputs)
+                    summands = program.part(KnownSums).own(outputs)
                 else:
                     summands = tf.nest.map_structure(program.summand_made_here, outputs)
                 program.close(summands)

@@ -17,8 +17,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.collectives.emission import Emission
 from tfdist.collectives.plan import Ranks
-from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernels import RING, Ring
 
 LANES = 4
@@ -33,28 +33,28 @@ class Chunked(Ring):
     def __init__(self, chunk_bytes: int):
         self.chunk_bytes = chunk_bytes
 
-    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, reduce_op: str) -> tf.Tensor:
+    def all_reduce(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str, reduce_op: str) -> tf.Tensor:
         # Of a ring all-reduce one in N of the elements travels at once.
         pieces = self._pieces(program, x, [-1], ranks, label, hops=len(ranks))
         return _joined([RING.all_reduce(program, part, ranks, own, reduce_op) for own, part in pieces], 0, x.shape)
 
-    def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
+    def all_gather(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         pieces = self._pieces(program, x, [-1], ranks, label)
         moved = [RING.all_gather(program, part, ranks, own) for own, part in pieces]
         if len(moved) == 1:
             return moved[0]
         return _joined([tf.reshape(one, [len(ranks), -1]) for one in moved], 1, [len(ranks) * x.shape[0], *x.shape[1:]])
 
-    def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
+    def all_to_all(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         pieces = self._pieces(program, x, [len(ranks), -1], ranks, label)
         return _joined([RING.all_to_all(program, part, ranks, own) for own, part in pieces], 1, x.shape)
 
-    def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
+    def reduce_scatter(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         pieces = self._pieces(program, x, [len(ranks), -1], ranks, label)
         return _joined([RING.reduce_scatter(program, part, ranks, own, dtype) for own, part in pieces], 0, x.shape[1:])
 
     def _pieces(
-        self, program: RankProgram, x: tf.Tensor, shape: list[int], ranks: Ranks, label: str, hops: int = 1
+        self, program: Emission, x: tf.Tensor, shape: list[int], ranks: Ranks, label: str, hops: int = 1
     ) -> Iterator[tuple[str, tf.Tensor]]:
         """Yields labels and pieces of `x`, seen as of `shape`, cut along its last axis; of a piece one in `hops` travels at once.
 

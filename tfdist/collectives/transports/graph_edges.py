@@ -7,7 +7,7 @@ later one makes: such a receiver gets a stand-in, which is connected to the real
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives.program import RankProgram
+from tfdist.collectives.emission import Emission
 from tfdist.collectives.transports.transport import MessageTransport
 
 _Message = tuple[int, int, str]  # source, destination, label
@@ -20,7 +20,7 @@ class GraphEdges(MessageTransport):
         self._sent: dict[_Message, tf.Tensor] = {}
         self._awaited: dict[_Message, tf.Tensor] = {}
 
-    def send(self, program: RankProgram, x: tf.Tensor, destination: int, label: str) -> None:
+    def send(self, program: Emission, x: tf.Tensor, destination: int, label: str) -> None:
         message = (program.rank, destination, label)
         self._sent[message] = x
         stand_in = self._awaited.pop(message, None)
@@ -33,7 +33,7 @@ class GraphEdges(MessageTransport):
             )
         stand_in.op._update_input(0, x)
 
-    def receive(self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
+    def receive(self, program: Emission, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
         message = (source, program.rank, label)
         if message in self._sent:
             received = tf.identity(self._sent[message])

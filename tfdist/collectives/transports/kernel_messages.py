@@ -13,9 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.collectives.emission import Emission
 from tfdist.collectives.instance_keys import log2_ceiling, power_of_two
 from tfdist.collectives.plan import TensorLike
-from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernel_settings import (
     WIDENED,
     byte_dtype,
@@ -37,7 +37,7 @@ class KernelMessages(MessageTransport):
     def __init__(self, hint: str):
         self._hint = hint
 
-    def send(self, program: RankProgram, x: tf.Tensor, destination: int, label: str) -> None:
+    def send(self, program: Emission, x: tf.Tensor, destination: int, label: str) -> None:
         padded = None
         if x.shape.rank and x.shape[0] is None:
             rows = tf.shape(x)[0]
@@ -48,7 +48,7 @@ class KernelMessages(MessageTransport):
         carried = _as(x, self._wire_dtype(program, x.dtype))
         self._move(program, carried, None, padded, program.rank, destination, label)
 
-    def receive(self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
+    def receive(self, program: Emission, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
         dtype = WIDENED.get(spec.dtype, spec.dtype)
         carried, padded = tf.TensorSpec(spec.shape, self._wire_dtype(program, dtype)), None
         if spec.shape.rank and spec.shape[0] is None:
@@ -61,11 +61,11 @@ class KernelMessages(MessageTransport):
         received = _as(tf.ensure_shape(received, spec.shape), dtype)
         return tf.cast(received if padded is None else received[:rows], spec.dtype)
 
-    def _wire_dtype(self, program: RankProgram, dtype: tf.DType) -> tf.DType:
+    def _wire_dtype(self, program: Emission, dtype: tf.DType) -> tf.DType:
         return byte_dtype(dtype)
 
     def _move(
-        self, program: RankProgram, x: TensorLike, shape: Any, rows: tf.Tensor | None, source: int, destination: int, label: str
+        self, program: Emission, x: TensorLike, shape: Any, rows: tf.Tensor | None, source: int, destination: int, label: str
     ) -> tf.Tensor:
         """Moves `x`, of which a receiver gives the `shape`, as a tensor, and the dtype; `rows`: how many, where it is unknown."""
         key = program.begin_message(x, source, destination, label)
@@ -82,11 +82,11 @@ class OrderedMessages(KernelMessages):
 
     is_in_order = True
 
-    def _wire_dtype(self, program: RankProgram, dtype: tf.DType) -> tf.DType:
+    def _wire_dtype(self, program: Emission, dtype: tf.DType) -> tf.DType:
         return reduction_dtype(program, dtype)
 
     def _move(
-        self, program: RankProgram, x: TensorLike, shape: Any, rows: tf.Tensor | None, source: int, destination: int, label: str
+        self, program: Emission, x: TensorLike, shape: Any, rows: tf.Tensor | None, source: int, destination: int, label: str
     ) -> tf.Tensor:
         pair = (min(source, destination), max(source, destination))
         key = program.begin("send", x, pair, label, source, rows=rows)

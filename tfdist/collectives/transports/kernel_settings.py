@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives.program import RankProgram
+from tfdist.collectives.emission import Emission
 
 # No timeout: TensorFlow 2.21 leaves about two sleeping threads behind for every collective that runs with one, until it would
 # have expired, so that a training run of some minutes exhausts the process's threads. Within one process a missing peer is found
@@ -21,7 +21,7 @@ def byte_dtype(dtype: tf.DType) -> tf.DType:
     return {tf.bfloat16: tf.float16}.get(dtype, dtype)
 
 
-def reduction_dtype(program: RankProgram, dtype: tf.DType) -> tf.DType:
+def reduction_dtype(program: Emission, dtype: tf.DType) -> tf.DType:
     """Returns the dtype in which a kernel of `program` reduces what is of `dtype`."""
     return dtype if program.is_on_cpu else {tf.bfloat16: tf.float32, tf.int32: tf.int64}.get(dtype, dtype)
 
@@ -48,7 +48,7 @@ def with_zeros(x: tf.Tensor, missing: int | tf.Tensor, axis: int = 0) -> tf.Tens
 
 
 def kernel_arguments(
-    program: RankProgram, hint: str, group_size: int, group_key: int, instance_key: Any, label: str
+    program: Emission, hint: str, group_size: int, group_key: int, instance_key: Any, label: str
 ) -> dict[str, Any]:
     """Returns the arguments by which a kernel finds its group (the key) and its call in it (the instance key), and its name."""
     return {

@@ -15,7 +15,7 @@ and of any collectives that are not over one is first on all of its devices: no 
 is there (`has_own_turns`). Between processes every process has a sequence of its own, and nothing tells when a collective has
 begun, only when it is over: there they stand on the rank's chain, each after the end of the one before it.
 
-Two calls with one key would be one collective to the manager: those of a key form a chain (`RankProgram.turn`).
+Two calls with one key would be one collective to the manager: those of a key form a chain (`Emission.turn`).
 
 Note: who receives. `NcclManager` has NCCL wait for what a GPU has queued on behalf of members that give an input. A broadcast's
 receiver gives none, so NCCL writes at once to memory that the allocator has given it, and that products queued before may still
@@ -32,8 +32,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives.communicator import Communicator
+from tfdist.collectives.emission import Emission
 from tfdist.collectives.plan import Ranks, TensorLike
-from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernel_messages import KernelMessages, OrderedMessages, by_broadcast, by_sum, reduced
 from tfdist.collectives.transports.kernel_settings import (
     as_bytes,
@@ -56,7 +56,7 @@ _TWO_MESSAGES_FROM_BYTES = 2**20
 class Kernels(Transport):
     """What the ring and NCCL have in common."""
 
-    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, reduce_op: str) -> tf.Tensor:
+    def all_reduce(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str, reduce_op: str) -> tf.Tensor:
         carried = tf.cast(x, reduction_dtype(program, x.dtype))
         elements = x.shape.num_elements()
         is_large = elements is None or elements * x.dtype.size >= _TWO_MESSAGES_FROM_BYTES
@@ -66,7 +66,7 @@ class Kernels(Transport):
         arguments = self._begin(program, "all_reduce", carried, ranks, label)
         return tf.cast(reduced(carried, arguments, reduce_op), x.dtype)
 
-    def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
+    def all_gather(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         carried = as_bytes(x)
         arguments = self._begin(program, "all_gather", carried, ranks, label)
         gathered = tf.raw_ops.CollectiveGatherV2(input=carried, **arguments)
@@ -75,33 +75,33 @@ class Kernels(Transport):
         gathered.set_shape([rows, *x.shape[1:]])
         return gathered
 
-    def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
+    def all_to_all(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         if not self.exchanges(program.communicator, ranks):
             gathered = self.all_gather(program, x, ranks, label)
             return tf.reshape(gathered, [len(ranks), *x.shape])[:, ranks.index(program.rank)]
         return in_group_order(program, self._all_to_all(program, x, ranks, "all_to_all", label), ranks)
 
     def _begin(
-        self, program: RankProgram, op: str, x: TensorLike, ranks: Ranks, label: str, source: int | None = None
+        self, program: Emission, op: str, x: TensorLike, ranks: Ranks, label: str, source: int | None = None
     ) -> dict[str, Any]:
         """Registers one collective, by a kernel that takes an ordering token, and returns the kernel's arguments."""
         key = program.begin(op, x, ranks, label, source)
         arguments = kernel_arguments(program, self.hint, len(ranks), program.communicator.group_key(ranks), key, label)
         return {**arguments, "ordering_token": [program.turn(ranks, key)]}
 
-    def _all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, op: str, label: str) -> tf.Tensor:
+    def _all_to_all(self, program: Emission, x: tf.Tensor, ranks: Ranks, op: str, label: str) -> tf.Tensor:
         """Sends `x[i]` to the i-th of `ranks`; what arrives is in the kernels' order."""
         carried = in_kernel_order(program, x if program.is_on_cpu else as_bytes(x), ranks)
         arguments = self._begin(program, op, carried, ranks, label)
         moved = tf.raw_ops.CollectiveAllToAllV2(input=carried, is_stateless=False, **arguments)
         return from_bytes(moved, x.dtype)
 
-    def _sum_of_exchanged(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
+    def _sum_of_exchanged(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         """A reduce-scatter as an all-to-all and a sum: what is summed where it arrives travels in x's dtype."""
         received = self._all_to_all(program, x, ranks, "reduce_scatter", label)
         return tf.cast(tf.reduce_sum(tf.cast(received, sum_dtype(x.dtype)), axis=0), dtype)
 
-    def _all_reduce_in_two_messages(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
+    def _all_reduce_in_two_messages(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         """Sums `x`: each rank sums its part of what it is sent, and all gather the sums, in x's dtype. See the note above."""
         elements = x.shape.num_elements()
         count = tf.size(x) if elements is None else elements
@@ -121,7 +121,7 @@ class Ring(Kernels):
     def exchanges(self, communicator: Communicator, ranks: Ranks) -> bool:
         return len(ranks) <= _ALL_TO_ALL_RANKS
 
-    def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
+    def broadcast(self, program: Emission, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
         is_source = program.rank == source
         carried = as_bytes(x) if is_source else tf.TensorSpec(x.shape, byte_dtype(x.dtype))
         key = program.begin(op, carried, ranks, label, source)
@@ -132,7 +132,7 @@ class Ring(Kernels):
             moved = by_broadcast(carried, shape, program.token(), arguments)
         return from_bytes(moved if is_source else tf.ensure_shape(moved, x.shape), x.dtype)
 
-    def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
+    def reduce_scatter(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         if self.exchanges(program.communicator, ranks):
             return self._sum_of_exchanged(program, x, ranks, label, dtype)
         reduced = self.all_reduce(program, tf.cast(x, sum_dtype(x.dtype)), ranks, label, "sum")
@@ -151,14 +151,14 @@ class Nccl(Kernels):
     def exchanges(self, communicator: Communicator, ranks: Ranks) -> bool:
         return set(ranks) <= set(communicator.process_ranks)
 
-    def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
+    def broadcast(self, program: Emission, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
         """A sum to which the other members give nothing: see the note on who receives."""
         dtype = reduction_dtype(program, x.dtype)
         carried = tf.cast(x, dtype) if program.rank == source else tf.TensorSpec(x.shape, dtype)
         arguments = self._begin(program, op, carried, ranks, label, source)
         return tf.cast(by_sum(carried, x.shape, arguments), x.dtype)
 
-    def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
+    def reduce_scatter(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         """What is summed on the way travels in the wider of both dtypes."""
         if sum_dtype(x.dtype) != x.dtype and self.exchanges(program.communicator, ranks):
             return self._sum_of_exchanged(program, x, ranks, label, dtype)

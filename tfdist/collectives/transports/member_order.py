@@ -9,8 +9,8 @@ there when the others do not.
 import tensorflow as tf
 
 from tfdist.collectives.communicator import Communicator
+from tfdist.collectives.emission import Emission
 from tfdist.collectives.plan import CollectivePlan, Ranks
-from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.kernel_settings import TIMEOUT_SECONDS
 from tfdist.mesh import DATA_AXES, MESH_AXES
 
@@ -34,13 +34,13 @@ def make_groups(communicator: Communicator, plan: CollectivePlan) -> None:
             _order(communicator, ranks)
 
 
-def in_kernel_order(program: RankProgram, x: tf.Tensor, ranks: Ranks) -> tf.Tensor:
+def in_kernel_order(program: Emission, x: tf.Tensor, ranks: Ranks) -> tf.Tensor:
     """Returns the rows of `x`, one per member in group order, in the kernels' order."""
     order = _order(program.communicator, ranks)
     return x if order == sorted(order) else tf.gather(x, order)
 
 
-def in_group_order(program: RankProgram, x: tf.Tensor, ranks: Ranks) -> tf.Tensor:
+def in_group_order(program: Emission, x: tf.Tensor, ranks: Ranks) -> tf.Tensor:
     """Returns `x`, equally many rows of each member in the kernels' order, in group order."""
     order = _order(program.communicator, ranks)
     if order == sorted(order):

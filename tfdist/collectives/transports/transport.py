@@ -9,77 +9,62 @@ know nothing else of how bytes travel:
       Chunked                       another transport, given large tensors in pieces
       same_host                     what an extension has for the workers of one machine
 
-All methods emit operations, and put the collective in the plan (`RankProgram.begin`). None has a gradient. They are called in the
+All methods emit operations, and put the collective in the plan (`Emission.begin`). None has a gradient. They are called in the
 scope of the program's device, and never for a group of one rank or for an empty tensor (`group_ops`).
 """
 
 import abc
 from collections.abc import Sequence
+from typing import cast
 
 import tensorflow as tf
 
-from tfdist.collectives.communicator import Communicator
+from tfdist.collectives.communicator import Carrier, MessageCarrier
+from tfdist.collectives.emission import Emission
 from tfdist.collectives.plan import Ranks, TensorLike
-from tfdist.collectives.program import RankProgram
 
 
-class MessageTransport(abc.ABC):
+class MessageTransport(MessageCarrier, abc.ABC):
     """How messages between two ranks travel: each has a label, and messages have no order among each other, but where they do."""
 
-    # Whether messages stand on the chain of the rank's collectives, in program order, as `send` and `receive` do. Then the ranks
-    # must all take part in them in one order: none may be received later than in its turn.
-    is_in_order = False
-    holds_thread = False  # whether to receive holds one of the threads that run operations until the message is there
-
     @abc.abstractmethod
-    def send(self, program: RankProgram, x: tf.Tensor, destination: int, label: str) -> None:
+    def send(self, program: Emission, x: tf.Tensor, destination: int, label: str) -> None:
         """Sends `x` to rank `destination`; only the first dimension of `x` may be unknown."""
 
     @abc.abstractmethod
-    def receive(self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
+    def receive(self, program: Emission, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
         """Returns what rank `source` sends, a tensor of `spec`; `rows` is its first dimension, for where `spec` does not tell."""
 
 
-class Transport(abc.ABC):
+class Transport(Carrier, abc.ABC):
     """How the collectives of a group of ranks travel."""
 
-    hint: str  # `communication_hint` of TensorFlow's kernels, where they move bytes
-    messages: MessageTransport  # how messages between two ranks travel that have no other way
-    holds_thread = False  # whether a collective holds one of the threads that run operations until all members have come
-    # Whether collectives within one process begin when their input is there, in an order that the transport makes the same on all
-    # devices. Else, and between processes, they stand on the chain of the rank, in program order.
-    has_own_turns = False
-    sums_to_move = False  # whether broadcasts, and messages that stand on the chain, are all-reduces
-    waits_for_queue = False  # whether a collective waits for all that its device has queued when it begins
-
-    def exchanges(self, communicator: Communicator, ranks: Ranks) -> bool:
-        """Whether `ranks` have an all-to-all; where they do not, all gather what each has for each."""
-        return True
+    messages: MessageTransport
 
     @abc.abstractmethod
-    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, reduce_op: str) -> tf.Tensor:
+    def all_reduce(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str, reduce_op: str) -> tf.Tensor:
         """Reduces `x` elementwise by `reduce_op` ("sum", "max", "min") over `ranks`."""
 
     @abc.abstractmethod
-    def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
+    def all_gather(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         """Concatenates `x` of all `ranks`, of one shape, along axis 0, in group order."""
 
     @abc.abstractmethod
-    def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
+    def all_to_all(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         """Sends `x[i]` to the i-th of `ranks` and returns what each sent here, stacked: (N, ...) to (N, ...)."""
 
     @abc.abstractmethod
-    def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
+    def reduce_scatter(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         """Sums `x`, of shape (N, ...), over `ranks`, and returns row i to the i-th rank as `dtype`: (N, ...) to (...)."""
 
     @abc.abstractmethod
-    def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
+    def broadcast(self, program: Emission, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
         """Returns the `x` of rank `source` on every one of `ranks`; the others give its static shape and dtype as `x`.
 
         `op` is what the plan calls it.
         """
 
-    def all_gather_parts(self, program: RankProgram, parts: Sequence[tf.Tensor], ranks: Ranks, label: str) -> list[tf.Tensor]:
+    def all_gather_parts(self, program: Emission, parts: Sequence[tf.Tensor], ranks: Ranks, label: str) -> list[tf.Tensor]:
         """All-gathers vectors of one dtype in one collective; returns of each the (N, L) of all `ranks`, flattened or not."""
         if len(parts) == 1:
             return [self.all_gather(program, parts[0], ranks, label)]
@@ -89,7 +74,7 @@ class Transport(abc.ABC):
         return tf.split(rows, program.constant(lengths), program.constant(1), num=len(lengths))
 
     def reduce_scatter_parts(
-        self, program: RankProgram, parts: Sequence[tf.Tensor], ranks: Ranks, label: str, dtype: tf.DType
+        self, program: Emission, parts: Sequence[tf.Tensor], ranks: Ranks, label: str, dtype: tf.DType
     ) -> list[tf.Tensor]:
         """Reduce-scatters several (N, L) of one dtype in one collective; returns of each this rank's (L,), as `dtype`."""
         if len(parts) == 1:
@@ -97,6 +82,11 @@ class Transport(abc.ABC):
         lengths = [part.shape[1] for part in parts]
         reduced = self.reduce_scatter(program, tf.concat(parts, program.constant(1)), ranks, label, dtype)
         return tf.split(reduced, program.constant(lengths), program.constant(0), num=len(lengths))
+
+
+def transport_of(program: Emission, ranks: Ranks) -> Transport:
+    """Returns how the collectives of the group of `ranks` travel: every `Carrier` is a `Transport`."""
+    return cast(Transport, program.transport_of(ranks))
 
 
 def sum_dtype(dtype: tf.DType) -> tf.DType:

@@ -6,9 +6,11 @@ exact_shards: what is updated where copies are rounded; error_feedback, residual
 A strategy takes one by name or as an object: `gradient_compression="int8"`, `gradient_compression=Int8(block_size=128)`.
 """
 
+from tfdist.collectives import OF_EXTENSIONS
 from tfdist.extensions.compression.bfloat16 import BFloat16
 from tfdist.extensions.compression.blocks import Int4, Int8
 from tfdist.extensions.compression.compressing import Compressing
+from tfdist.extensions.compression.error_feedback import ErrorFeedback
 from tfdist.extensions.compression.names import NAMES, compressor_of
 from tfdist.extensions.compression.top_k import TopK
 from tfdist.sharding.compression import COMPRESSION, EXACT, Compressor, Exact
@@ -16,3 +18,4 @@ from tfdist.sharding.compression import COMPRESSION, EXACT, Compressor, Exact
 __all__ = ["EXACT", "NAMES", "BFloat16", "Compressor", "Exact", "Int4", "Int8", "TopK", "compressor_of"]
 
 COMPRESSION.now = Compressing()
+OF_EXTENSIONS.append(ErrorFeedback)

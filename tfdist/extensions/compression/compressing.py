@@ -32,10 +32,10 @@ class Compressing(NoCompression):
         return _summed(message, compressed.all_reduce, parts, ranks, label, dtype)
 
     def encoded(self, program: RankProgram) -> list[tf.Operation]:
-        return program.attachment(ErrorFeedback).encoded
+        return program.part(ErrorFeedback).encoded
 
     def keep_losses(self, program: RankProgram, variables: Sequence[Any]) -> None:
-        program.attachment(ErrorFeedback).write(variables)
+        program.part(ErrorFeedback).write(variables)
 
     def keep_state(self, optimizer: Any, variables: Sequence[Any], config: Any, accumulates_partial_sums: bool) -> None:
         exact_shards.keep_exact_shards_of(optimizer, variables, config)
@@ -55,7 +55,7 @@ def _summed(
     compressors = [message.config.compressor_of(variable.layout) for variable in variables]
     names = [variable.name.partition(":")[0] for variable in variables]
     program.plan.gradients[program.rank].update(zip(names, compressors, strict=True))
-    feedback: ErrorFeedback = program.attachment(ErrorFeedback)
+    feedback: ErrorFeedback = program.part(ErrorFeedback)
     sums, words, losses = send(program, feedback.added(variables, parts, compressors), compressors, ranks, label)
     feedback.note(variables, losses, words)
     return [tf.cast(total, dtype) for total in sums]

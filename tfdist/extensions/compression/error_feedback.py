@@ -21,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import errors
-from tfdist.collectives import RankProgram
+from tfdist.collectives import Part, RankProgram
 from tfdist.collectives.where import is_visible
 from tfdist.sharding.compression import Compressor
 
@@ -35,7 +35,7 @@ class _Loss:
     written_in: list[tf.Graph] = dataclasses.field(default_factory=list)
 
 
-class ErrorFeedback:
+class ErrorFeedback(Part):
     """What the messages of one rank lose in one trace; an attachment of its program.
 
     Attributes:

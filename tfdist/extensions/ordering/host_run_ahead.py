@@ -45,7 +45,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram
 from tfdist.collectives.buckets import in_parts
-from tfdist.extensions.ordering.side_chain import SideChain
+from tfdist.extensions.ordering.side_chain import side_of
 from tfdist.graphs import tape
 from tfdist.graphs.walks import reached
 from tfdist.placements.kernels import adds_up
@@ -151,7 +151,7 @@ def queue_in_turn(units: Sequence[tuple[Sequence[tf.Operation], Sequence[tf.Oper
         units: of each the operations that yield what was gathered, and those that read it, in the order of the gathers.
     """
     numbers = {operation.name: number for number, operation in enumerate(program.graph.get_operations())}
-    aside = program.attachment(SideChain).collectives()
+    aside = side_of(program).collectives()
     last: list[tf.Operation] = []
     for gathered, readers in units:
         latest = max(numbers[operation.name] for operation in [*gathered, *last])
@@ -169,7 +169,7 @@ def last_on_chain(before: Sequence[tf.Operation], program: RankProgram) -> list[
         return []
     numbers = {operation.name: number for number, operation in enumerate(program.graph.get_operations())}
     first = min(numbers[operation.name] for operation in before)
-    emitted = program.attachment(SideChain).emitted()
+    emitted = side_of(program).emitted()
     return [operation for operation in emitted if numbers[operation.name] < first][-1:]
 
 

@@ -34,13 +34,13 @@ import tensorflow as tf
 from tfdist.collectives import RankProgram
 from tfdist.collectives.step_order import NoOrder
 from tfdist.extensions.ordering import host_run_ahead
-from tfdist.extensions.ordering.side_chain import LANE, SideChain
+from tfdist.extensions.ordering.side_chain import LANE, SideChain, side_of
 from tfdist.graphs import tape
 from tfdist.sharding.recomputation import Recomputation
 
 
 class QueueOrder(NoOrder):
-    """That of one trace; what has a place in it keeps it. An attachment of the rank's program.
+    """That of one trace; what has a place in it keeps it. A field of the rank's program, and of a branch's.
 
     Attributes:
         sends_activations_first: whether the order is another than that in which operations were made. On a chain only
@@ -48,10 +48,12 @@ class QueueOrder(NoOrder):
         borders: the operations that end what lies between two collectives; on a chain these collectives themselves.
     """
 
+    _program: RankProgram
+
     def __init__(self, program: RankProgram):
         super().__init__(program)
         self._operations: list[tf.Operation] = []
-        self._side: SideChain = program.attachment(SideChain)
+        self.side: SideChain = SideChain(program) if program.outer is None else side_of(program.outer)
         self.is_limited, self.is_on_chain = host_run_ahead.is_limited(program), host_run_ahead.is_on_chain(program)
         is_aside = self.is_on_chain and program.mesh.pipeline_parallel_size == 1 and program.outer is None
         self._is_aside = is_aside and program.mesh.tensor_parallel_size > 1
@@ -64,7 +66,7 @@ class QueueOrder(NoOrder):
         In backward, and in forward where parameters are gathered.
         """
         is_here = self._is_aside and (self._has_gathers or tape.in_backward()) and self._is_in_graph()
-        return self._side.aside() if is_here and not tape.in_vectorized_map() else contextlib.nullcontext()
+        return self.side.aside() if is_here and not tape.in_vectorized_map() else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def ahead(self, gate: Sequence[tf.Operation], following: Sequence[tf.Operation]) -> Iterator[None]:
@@ -77,10 +79,10 @@ class QueueOrder(NoOrder):
             yield
             return
         self._has_gathers = True
-        with self._side.block() as block:
+        with self.side.block() as block:
             yield
         numbers = {operation.name: number for number, operation in enumerate(self._program.graph.get_operations())}
-        aside = [numbers[operation.name] for operation in self._side.collectives()]
+        aside = [numbers[operation.name] for operation in self.side.collectives()]
         needed = [numbers[operation.name] for operation in (*gate, *host_run_ahead.activations_of(gate, following))]
         block.place = bisect.bisect(aside, max(needed, default=-1))
 
@@ -91,19 +93,19 @@ class QueueOrder(NoOrder):
             yield
             return
         before = tape.operations_so_far()
-        with self._side.block() as block:
+        with self.side.block() as block:
             yield
         block.place = self._activations_before(tape.operations_since(before))
 
     def note_record(self, lane: int) -> None:
         if lane == LANE:
-            self._side.note_record()
+            self.side.note_record()
 
     def join(self) -> None:
-        self._side.join()
+        self.side.join()
 
     def emitted(self) -> list[tf.Operation]:
-        return self._side.emitted()
+        return self.side.emitted()
 
     def after_activations(self, readers: Sequence[tf.Operation], following: Sequence[tf.Operation]) -> list[tf.Operation]:
         return host_run_ahead.after_activations(readers, following, self._program)
@@ -141,7 +143,7 @@ class QueueOrder(NoOrder):
         """
         if self.sends_activations_first:
             # Of what is computed again the order is a matter of edges alone.
-            self._program.attachment(Recomputation).settle(gradients)
+            self._program.part(Recomputation).connect(gradients)
         made = self._program.graph.get_operations()[len(self._operations) :]
         if self.sends_activations_first:
             needed = tape.ancestors(gradients, made, by_control=False)
@@ -177,7 +179,7 @@ class QueueOrder(NoOrder):
         """Returns how many of the collectives aside stand before what `made`, operations behind backward, are computed of."""
         order = self.operations([])
         places = {operation: place for place, operation in enumerate(order)}
-        sent = [places[operation] for operation in self._side.collectives()]
+        sent = [places[operation] for operation in self.side.collectives()]
         behind = {operation for operation in order[sent[-1] + 1 :] if not tape.is_backward(operation)} if sent else set()
         found = tape.ancestors(made, list(behind))
         sources = {source for operation in found for source in tape.inputs_of(operation)} - behind

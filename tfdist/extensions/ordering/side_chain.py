@@ -21,14 +21,11 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
 from tfdist import temporary
-
-if TYPE_CHECKING:
-    from tfdist.collectives.program import RankProgram
+from tfdist.collectives import RankProgram
 
 LANE = -1  # of the rank's tokens, that of what stands aside; others are those of `transports.chunked`
 
@@ -49,9 +46,9 @@ class Block:
 
 
 class SideChain:
-    """That of one rank's trace: an attachment of its program."""
+    """That of one rank's trace, which the orders of its program and of its branches share."""
 
-    def __init__(self, program: "RankProgram"):
+    def __init__(self, program: RankProgram):
         self._program = program
         self._since: Block | None = None  # from here on something stands aside
         self._records: list[int] = []  # of what stands aside, in the plan
@@ -116,6 +113,12 @@ class SideChain:
         found = program.graph.capture(program.communicator.token(program.rank, lane)).consumers()
         known = {operation.name for operation in found}
         return [operation for operation in program.graph.get_operations()[start:] if operation.name in known]
+
+
+def side_of(program: RankProgram) -> SideChain:
+    """Returns the chain beside that of `program`, whose order is a `QueueOrder`."""
+    side: SideChain = program.order.side  # type: ignore[attr-defined]
+    return side
 
 
 def merged(aside: Sequence[int], others: Sequence[int], blocks: Sequence[tuple[range, int]]) -> list[int]:

@@ -7,10 +7,12 @@ stages/     stage ──> masks ──> staged_model, stage_functions┴──> 
             block_calls ──> block_graph ────────────────────────────────────────────────┘
 """
 
+from tfdist.collectives import OF_EXTENSIONS
 from tfdist.extensions.pipeline.deferred_weights import UntilInAPipeline
 from tfdist.extensions.pipeline.given_model import Stage
 from tfdist.extensions.pipeline.measured_schedule import measure
 from tfdist.extensions.pipeline.model import PipelineModel
+from tfdist.extensions.pipeline.parameter_cache import ParameterCache
 from tfdist.extensions.pipeline.schedules.actions import Action, Phase
 from tfdist.extensions.pipeline.schedules.drawing import draw
 from tfdist.extensions.pipeline.schedules.make_schedule import make_schedule
@@ -43,3 +45,4 @@ __all__ = [
 ]
 
 DEFERRAL.now = UntilInAPipeline()
+OF_EXTENSIONS.append(ParameterCache)

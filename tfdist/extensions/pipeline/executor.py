@@ -93,8 +93,8 @@ class Executor:
         self._held_back: dict[tuple[int, int], _Gradients] = {}
         self.end: Sequence[tf.Operation] = []  # of the action that was made last
         self._end_of_one_before: Sequence[tf.Operation] = []
-        self._held = None if program is None else program.attachment(ParameterCache)
-        self._recomputation = None if program is None else program.attachment(Recomputation)
+        self._held = None if program is None else program.part(ParameterCache)
+        self._recomputation = None if program is None else program.part(Recomputation)
         self._pace = _Pace(program)
 
     def run(self) -> None:
@@ -230,7 +230,7 @@ class Executor:
         if forward.call is None:
             of_inputs, of_weights = _gradients_of_tape(forward, upstream, inputs, weights)
             if self._recomputation is not None:
-                self._recomputation.settle_apart()
+                self._recomputation.connect_alone()
             if self._held is not None:
                 self._held.move_backward(forward.weights)
         else:

@@ -76,7 +76,7 @@ class GradientSum:
             return total
         if self._program is None:
             return tf.ensure_shape(tf.convert_to_tensor(total), variable._value.shape)  # also of rows of a table
-        target, stubs = Target.of(variable, self._config, self._program), self._program.attachment(GradientStubs)
+        target, stubs = Target.of(variable, self._config, self._program), self._program.part(GradientStubs)
         stub = stubs.make(target.variable, summand_of_sum(total, target))
         stubs.note_reduced(stub, total)
         return stub.tensor

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram
+from tfdist.collectives import Part, RankProgram
 from tfdist.graphs import tape
 from tfdist.sharding.config import config_of
 from tfdist.sharding.parameter_group import ParameterGroup, ParameterGroups
@@ -26,7 +26,7 @@ from tfdist.sharding.units import compute_dtype_of, copy_of, gather_group, reade
 Key = tuple[int, tf.DType]  # the id of a variable, and the dtype in which it is gathered
 
 
-class ParameterCache:
+class ParameterCache(Part):
     """What one rank holds in one trace; an attachment of the rank's program.
 
     Attributes:
@@ -67,7 +67,7 @@ class ParameterCache:
         """Returns the whole (local) value of `variable` in `dtype`, on this rank's tapes."""
         key = (id(variable), dtype)
         if key not in self._known:
-            group = self._program.plan.attachment(ParameterGroups, self._config.group_bytes).group_of(variable)
+            group = self._program.plan.shared(ParameterGroups, self._config.group_bytes).group_of(variable)
             self._known[key] = (variable, group, compute_dtype_of(variable, dtype))
         whole = self.whole(key)
         with self._program.outermost():  # a loop hands its gradient on to what it captures

@@ -84,9 +84,9 @@ class Step:
         """Runs this rank's part of the schedule; returns this step."""
         with contextlib.ExitStack() as before:
             if self.program is not None:
-                before.enter_context(self.program.attachment(ParameterCache).held())
+                before.enter_context(self.program.part(ParameterCache).held())
                 if self.program.is_eager:  # a microbatch is a part of the rank's rows, which is weighed by hand
-                    before.enter_context(self.program.attachment(EagerFacts).not_seen())
+                    before.enter_context(self.program.part(EagerFacts).not_seen())
             self._executor.run()
         if self._last_stage and not self.training:
             self._loss_together()

@@ -18,7 +18,8 @@ from tensorflow.python.ops import script_ops
 
 from tfdist import errors
 from tfdist.collectives.automatic_order import exempt_from_automatic_order
-from tfdist.collectives.program import RankProgram
+from tfdist.collectives.emission import Emission
+from tfdist.collectives.parts import Part
 from tfdist.runtime import give_back_free_memory
 
 # TensorFlow's registry does not keep them, and its own functions stay for ever, too: what they hold must be small.
@@ -47,13 +48,21 @@ class _Call(script_ops.EagerFunc):
         return [_DONE]
 
 
-def _on_first_call(_: RankProgram) -> Callable[[], None]:
-    """What the first call of a trace does, the first sign that the graph is executable: an attachment of a rank's program."""
-    return functools.cache(give_back_free_memory)
+class PythonCalls(Part):
+    """What the calls of one rank share in one trace.
+
+    Attributes:
+        on_first_call: what the first call does, the first sign that the graph is executable.
+        received: the operation that has received the rank's last message, if any.
+    """
+
+    def __init__(self, _: Emission):
+        self.on_first_call = functools.cache(give_back_free_memory)
+        self.received: list[tf.Operation] = []
 
 
 def call_python(
-    program: RankProgram,
+    program: Emission,
     function: Callable[..., None],
     inputs: Sequence[tf.Tensor],
     results: Sequence[tuple[Any, tf.DType]],
@@ -70,7 +79,7 @@ def call_python(
         counter: handle of an int64 variable, to which the call adds zero when it has run: TensorFlow drops a call for which
             others only wait.
     """
-    call = _Call(function, len(results), program.attachment(_on_first_call))
+    call = _Call(function, len(results), program.part(PythonCalls).on_first_call)
     _alive.append(call)
     token = script_ops._py_funcs.insert(call)  # noqa: SLF001
     with tf.control_dependencies(inputs):  # not earlier
@@ -83,7 +92,7 @@ def call_python(
     return [tf.reshape(x, []) if _is_scalar(shape) else x for x, (shape, _) in zip(filled, results, strict=True)]
 
 
-def _uninitialized(program: RankProgram, shape: Any, dtype: tf.DType) -> tf.Tensor:
+def _uninitialized(program: Emission, shape: Any, dtype: tf.DType) -> tf.Tensor:
     if not tf.is_tensor(shape):
         shape = program.constant([1] if _is_scalar(shape) else [int(size) for size in shape])
     buffer = tf.raw_ops.Empty(shape=shape, dtype=dtype)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.collectives.emission import Emission
 from tfdist.collectives.plan import Ranks, TensorLike
-from tfdist.collectives.program import RankProgram
 from tfdist.collectives.transports.transport import MessageTransport, Transport, sum_dtype
 from tfdist.extensions.shared_memory.exchange import Exchange
 from tfdist.extensions.shared_memory.mailbox import Mailbox
-from tfdist.extensions.shared_memory.python_calls import call_python
+from tfdist.extensions.shared_memory.python_calls import PythonCalls, call_python
 
 _Method = Callable[..., None]
 
@@ -29,27 +29,27 @@ class SharedMemory(Transport):
     def __init__(self, exchange: Exchange):
         self._exchange = exchange
 
-    def all_reduce(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, reduce_op: str) -> tf.Tensor:
+    def all_reduce(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str, reduce_op: str) -> tf.Tensor:
         key = program.begin("all_reduce", x, ranks, label)
         dtype = sum_dtype(x.dtype).as_numpy_dtype
         move = functools.partial(self._exchange.all_reduce, reduce_op=reduce_op, dtype=dtype)
         return _move(program, key, move, [x], [_shape(x)], x.dtype)[0]
 
-    def all_gather(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
+    def all_gather(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         key = program.begin("all_gather", x, ranks, label)
         rows = x.shape[0] * len(ranks) if x.shape[0] is not None else None
         shape = [rows, *x.shape[1:]] if x.shape.is_fully_defined() else tf.shape(x) * [len(ranks), *[1] * (x.shape.rank - 1)]
         [found] = _move(program, key, self._exchange.all_gather, [x], [shape], x.dtype)
         return tf.ensure_shape(found, [rows, *x.shape[1:]])
 
-    def all_to_all(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
+    def all_to_all(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str) -> tf.Tensor:
         key = program.begin("all_to_all", x, ranks, label)
         return tf.ensure_shape(_move(program, key, self._exchange.all_to_all, [x], [_shape(x)], x.dtype)[0], x.shape)
 
-    def reduce_scatter(self, program: RankProgram, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
+    def reduce_scatter(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
         return self.reduce_scatter_parts(program, [x], ranks, label, dtype)[0]
 
-    def broadcast(self, program: RankProgram, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
+    def broadcast(self, program: Emission, x: TensorLike, ranks: Ranks, source: int, op: str, label: str) -> tf.Tensor:
         key = program.begin(op, x, ranks, label, source)
         move = functools.partial(self._exchange.broadcast, source=ranks.index(source))
         if program.rank != source:
@@ -57,13 +57,13 @@ class SharedMemory(Transport):
         _move(program, key, move, [x], [], x.dtype)
         return tf.identity(x)
 
-    def all_gather_parts(self, program: RankProgram, parts: Sequence[tf.Tensor], ranks: Ranks, label: str) -> list[tf.Tensor]:
+    def all_gather_parts(self, program: Emission, parts: Sequence[tf.Tensor], ranks: Ranks, label: str) -> list[tf.Tensor]:
         packed = tf.TensorSpec([sum(part.shape[0] for part in parts)], parts[0].dtype)
         key = program.begin("all_gather", packed, ranks, label)
         return _move(program, key, self._exchange.all_gather, parts, [[len(ranks) * x.shape[0]] for x in parts], packed.dtype)
 
     def reduce_scatter_parts(
-        self, program: RankProgram, parts: Sequence[tf.Tensor], ranks: Ranks, label: str, dtype: tf.DType
+        self, program: Emission, parts: Sequence[tf.Tensor], ranks: Ranks, label: str, dtype: tf.DType
     ) -> list[tf.Tensor]:
         packed = tf.TensorSpec([len(ranks), sum(part.shape[1] for part in parts)], parts[0].dtype) if parts[1:] else parts[0]
         key = program.begin("reduce_scatter", packed, ranks, label)
@@ -73,7 +73,7 @@ class SharedMemory(Transport):
 
 
 def _move(
-    program: RankProgram, key: Any, move: _Method, parts: Sequence[tf.Tensor], shapes: Sequence[Any], dtype: tf.DType
+    program: Emission, key: Any, move: _Method, parts: Sequence[tf.Tensor], shapes: Sequence[Any], dtype: tf.DType
 ) -> list[tf.Tensor]:
     """Runs a method of the `Exchange` on the chain; returns its results, of `shapes` and `dtype`."""
     results = [(shape, dtype) for shape in shapes]
@@ -101,13 +101,13 @@ class MailboxMessages(MessageTransport):
     def __init__(self, mailbox: Mailbox):
         self.mailbox = mailbox
 
-    def send(self, program: RankProgram, x: tf.Tensor, destination: int, label: str) -> None:
+    def send(self, program: Emission, x: tf.Tensor, destination: int, label: str) -> None:
         key = program.begin_message(x, program.rank, destination, label)
         put = functools.partial(self.mailbox.send, destination, key)
         call_python(program, put, [x], [], program.communicator.message_token(program.rank))
 
-    def receive(self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
-        key, received = program.begin_message(spec, source, program.rank, label), program.attachment(_received)
+    def receive(self, program: Emission, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
+        key, received = program.begin_message(spec, source, program.rank, label), program.part(PythonCalls).received
         counter = program.communicator.message_token(program.rank)
         has_unknown_rows = bool(spec.shape.rank) and spec.shape[0] is None
         shape = tf.stack([rows, *spec.shape[1:]]) if has_unknown_rows else spec.shape
@@ -116,11 +116,6 @@ class MailboxMessages(MessageTransport):
             [found] = call_python(program, lambda _, found: take(found), [_turn(counter)], [(shape, spec.dtype)], counter)
         received[:] = [found.op]
         return tf.ensure_shape(found, spec.shape)
-
-
-def _received(_: RankProgram) -> list[tf.Operation]:
-    """The operation that has received a rank's last message in one trace, if any; an attachment of its program."""
-    return []
 
 
 def _shape(x: tf.Tensor) -> Any:

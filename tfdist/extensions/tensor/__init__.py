@@ -4,6 +4,7 @@ regions ──> sharded_weights (lora_factors) ──> parallel layers (einsum_a
 sharded_tensors: outputs that stay sharded, gathered for who wants them whole
 """
 
+from tfdist.collectives import OF_EXTENSIONS
 from tfdist.extensions.tensor import regions
 from tfdist.extensions.tensor.parallel_attention import ParallelGroupedQueryAttention, ParallelMultiHeadAttention
 from tfdist.extensions.tensor.parallel_conv import ColumnParallelConv2D, RowParallelConv2D
@@ -36,3 +37,4 @@ __all__ = [
 ]
 
 WHOLE.now = Gathered()
+OF_EXTENSIONS.append(regions.Entered)

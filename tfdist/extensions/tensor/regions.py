@@ -28,7 +28,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import RankProgram, activations, rank_program
+from tfdist.collectives import Part, RankProgram, activations, rank_program
 from tfdist.custom_gradients import custom_gradient
 from tfdist.graphs import tape
 from tfdist.mesh import current_mesh
@@ -64,7 +64,7 @@ def copy_to(x: tf.Tensor, label: str = "copy_to") -> tf.Tensor:
     if program is None:
         return x
     x = tf.convert_to_tensor(x)
-    entered = program.attachment(_entered)
+    entered = program.part(Entered).copies
     _, copy = entered.get(id(x), (None, None))
     is_here = copy is not None and (program.is_eager or copy.graph is tf.compat.v1.get_default_graph())
     if not is_here or tape.tapes_watching([copy]) < tape.tapes_watching([x]):  # all tapes that watch `x` must know it
@@ -129,9 +129,15 @@ def own_part(program: RankProgram, x: tf.Tensor, axis: int) -> tf.Tensor:
     return parts[program.mesh.coordinate(program.rank).tensor]
 
 
-def _entered(_: RankProgram) -> dict[int, tuple[tf.Tensor, tf.Tensor]]:
-    """Which tensors have entered a sharded region in one trace, by id, and their copies; an attachment of its program."""
-    return {}
+class Entered(Part):
+    """Which tensors of a rank have entered a sharded region in one trace.
+
+    Attributes:
+        copies: by the id of a tensor, which stays its own, that and its copy in the region.
+    """
+
+    def __init__(self, _: RankProgram):
+        self.copies: dict[int, tuple[tf.Tensor, tf.Tensor]] = {}
 
 
 # What a border does with a tensor, given (program, tensor), and how that is `sent`: mesh_axis, label and, if there is one, axis.

@@ -4,7 +4,8 @@ import math
 
 import tensorflow as tf
 
-from tfdist.collectives import Communicator, RankProgram, choose_transport
+from tfdist.collectives import Communicator, choose_transport
+from tfdist.collectives.emission import Emission
 from tfdist.collectives.transports.transport import MessageTransport
 from tfdist.mesh import DATA_AXES, MESH_AXES
 from tfdist.sharding import MeshConfig, ShardingConfig
@@ -55,9 +56,9 @@ class EdgesToNowhere(MessageTransport):
     def __init__(self) -> None:
         self.passed_bytes = 0
 
-    def send(self, program: RankProgram, x: tf.Tensor, destination: int, label: str) -> None:
+    def send(self, program: Emission, x: tf.Tensor, destination: int, label: str) -> None:
         self.passed_bytes += math.prod(x.shape) * x.dtype.size
 
-    def receive(self, program: RankProgram, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
+    def receive(self, program: Emission, spec: tf.TensorSpec, rows: tf.Tensor, source: int, label: str) -> tf.Tensor:
         sizes = [rows if size is None else size for size in spec.shape]
         return tf.ensure_shape(tf.raw_ops.Empty(shape=sizes, dtype=spec.dtype), spec.shape)

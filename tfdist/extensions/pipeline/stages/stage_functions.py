@@ -35,7 +35,7 @@ import tensorflow as tf
 
 from tfdist.collectives import RankProgram, assign_buckets
 from tfdist.collectives.buckets import in_parts
-from tfdist.collectives.program import NotOnTrialError
+from tfdist.collectives.emission import NotOnTrialError
 from tfdist.extensions.pipeline.parameter_cache import Key, ParameterCache
 from tfdist.extensions.pipeline.stages.masks import get_keras_mask, set_keras_mask
 from tfdist.extensions.pipeline.stages.stage import StageLayer, added_losses
@@ -60,7 +60,7 @@ class StageFunctions:
         self, program: RankProgram | None, weights: Sequence[Sequence[Any]], training: bool, bucket_bytes: int | None = None
     ):
         self._program = program
-        self._held = None if program is None else program.attachment(ParameterCache)
+        self._held = None if program is None else program.part(ParameterCache)
         self._weights = weights
         self._training = training
         self._bucket_bytes = bucket_bytes
