@@ -17,7 +17,7 @@ def pretended_gpus(*, are_whole: bool) -> Iterator[None]:
     """Within it every device is a GPU to tfdist: whole ones, for NCCL, or logical ones of a card, for the ring."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(choice, "uses_physical_gpus", lambda devices: are_whole))
-        stack.enter_context(mock.patch.object(program, "are_cpus", lambda devices: False))
+        stack.enter_context(mock.patch.object(rank, "are_cpus", lambda devices: False))
         stack.enter_context(mock.patch.object(same_host.SAME_HOST, "now", same_host.AsOtherHosts()))
         for module in (communicator, rank):
             stack.enter_context(mock.patch.object(module, "host_of", _host_of))
