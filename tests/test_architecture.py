@@ -223,6 +223,48 @@ def test_no_imports_inside_functions(name):
     assert not found, f"tfdist/{name}:{found}"
 
 
+def defined_in(package):
+    """Returns, of a package's `__init__.py`, which module each name that it imports comes from."""
+    name = "/".join([*package.split(".")[1:], TOP])
+    froms = nodes(TREES[name], ast.ImportFrom) if name in NAMES else []
+    return {alias.asname or alias.name: node.module for node in froms for alias in node.names}
+
+
+def files_used(name):
+    """Returns the files of tfdist that a file imports something of, also for types alone; of a package, where it is defined."""
+    modules = {each.removesuffix(".py").replace("/", "."): each for each in TREES}
+    found = set()
+    for node in nodes(TREES[name], ast.ImportFrom):
+        package = (node.module or "").removeprefix("tfdist").strip(".")
+        for alias in node.names:
+            source = defined_in(node.module).get(alias.name, node.module) if node.module.startswith("tfdist") else ""
+            inside = f"{package}.{alias.name}".strip(".")
+            found.add(modules.get(inside) or modules.get(source.removeprefix("tfdist.")))
+    return found - {None}
+
+
+def circles(graph):
+    """Returns the nodes of `graph` from which a way leads back to them."""
+    reached = {node: set(after) for node, after in graph.items()}
+    while True:
+        more = {node: after.union(*(reached.get(x, ()) for x in after)) for node, after in reached.items()}
+        if more == reached:
+            return {node for node, after in reached.items() if node in after}
+        reached = more
+
+
+def test_no_files_import_in_a_circle():
+    """A file is read after those that it names, also for the types of its arguments."""
+    files = [name for name in TREES if not name.endswith("__init__.py")]
+    assert "collectives/emission.py" in files_used("collectives/program.py")
+    assert "collectives/ops.py" in files_used("placements/redistribute.py"), "by way of the package"
+    assert not circles({name: files_used(name) for name in files})
+
+
+def test_circles_are_found():
+    assert circles({1: [2], 2: [3], 3: [2], 4: [1]}) == {2, 3}
+
+
 def test_schedules_are_data():
     """They can be made, checked, drawn and costed without TensorFlow, by the command line for instance."""
     names = [name for name in TREES if name.startswith("extensions/pipeline/schedules/")]

@@ -12,7 +12,7 @@ where they wait for each other, they stand in one order of all ranks (`schedules
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -27,14 +27,12 @@ from tfdist.extensions.pipeline.schedules.dataflow import inputs_of
 from tfdist.extensions.pipeline.schedules.messages import Message, events
 from tfdist.extensions.pipeline.stages.stage import StageLayer
 from tfdist.extensions.pipeline.stages.stage_functions import StageCall, StageFunctions, ends_of, floats
+from tfdist.extensions.pipeline.work import Work
 from tfdist.graphs import tape
 from tfdist.losses.global_losses import whole_batch
 from tfdist.losses.sliced_batch import OWN_ROWS
 from tfdist.sharding.recomputation import Recomputation
 from tfdist.sharding.variable import NotHereError
-
-if TYPE_CHECKING:
-    from tfdist.extensions.pipeline.step import Step
 
 _NOT_OF_THIS_STAGE = (
     "A stage can use its own layers' weights only. Let the layers that share a weight be shared as layers of the model, so that "
@@ -68,7 +66,7 @@ class Executor:
     """Runs one step of a pipeline on one rank.
 
     Args:
-        work: the step, which the executor asks about the batch: all that is neither order nor transport nor a gradient.
+        work: the step, which the executor asks about the batch.
         functions: which compute stages, where they can.
         gradients: to which each backward adds those of its stage's weights.
         clock: is read when an action starts and when it has ended.
@@ -78,7 +76,7 @@ class Executor:
         end: after `run`, operations at whose end all of the rank's actions have ended.
     """
 
-    def __init__(self, work: "Step", *, functions: StageFunctions, gradients: GradientSum, clock: ActionClock | None):
+    def __init__(self, work: Work, *, functions: StageFunctions, gradients: GradientSum, clock: ActionClock | None):
         self.work, self.functions, self.gradients, self.clock = work, functions, gradients, clock
         self.schedule, self.data, self.training = work.schedule, work.data, work.training
         self.stages, self.weights = work.staged.stages, work.staged.weights
