@@ -8,11 +8,11 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tfdist.keras_hooks.table import replaces
 from tfdist.optimizers.application import apply
+from tfdist.optimizers.given import accumulates_partial_sums
 from tfdist.optimizers.loss_scaling import apply_unscaled, scale_loss
 from tfdist.optimizers.outside_ranks import in_scope_of, stands_outside_ranks, step_of_all_ranks
 from tfdist.optimizers.outside_scope import move_to_variables
 from tfdist.optimizers.ownership import assign_owners, owner_of
-from tfdist.optimizers.step import accumulates_partial_sums
 from tfdist.optimizers.support import check_no_overwriting, check_overrides, check_variables
 from tfdist.optimizers.target import variable_of
 from tfdist.sharding import MeshConfig, config_of, placement

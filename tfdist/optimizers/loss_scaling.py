@@ -14,7 +14,8 @@ import tensorflow as tf
 from tfdist.collectives import Part, RankProgram, group_ops, rank_program
 from tfdist.graphs import tape
 from tfdist.mesh import MESH_AXES
-from tfdist.optimizers.step import accumulates_partial_sums, reduce_gradients, stepping_program, wholes_of
+from tfdist.optimizers.given import accumulates_partial_sums
+from tfdist.optimizers.step import reduce_gradients, stepping_program, wholes_of
 from tfdist.optimizers.support import changes_gradients
 from tfdist.sharding import MeshConfig, Shard
 from tfdist.sharding.compression import COMPRESSION

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,16 +14,17 @@ from tfdist.optimizers import owned_step, plan
 from tfdist.optimizers.after_update import constrain, update_averages
 from tfdist.optimizers.clipping import clip, kind_of_clipping
 from tfdist.optimizers.copy_check import check_drift
+from tfdist.optimizers.given import Given, accumulates_partial_sums, take
 from tfdist.optimizers.ownership import owner_of
 from tfdist.optimizers.publication import publish
-from tfdist.optimizers.reduction import agreed, own_part, reduce_bucket, summand, summand_of_sum
+from tfdist.optimizers.reduction import reduce_bucket
 from tfdist.optimizers.slots import publish_slots
-from tfdist.optimizers.support import changes_gradients, may_share
-from tfdist.optimizers.target import Target, local_part, variable_of
+from tfdist.optimizers.support import may_share
+from tfdist.optimizers.target import local_part, variable_of
 from tfdist.optimizers.update import Updates, decays
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule
 from tfdist.sharding.compression import COMPRESSION
-from tfdist.sharding.gradient_weight import GradientWeight, weighted
+from tfdist.sharding.gradient_weight import weighted
 from tfdist.sharding.gradients_in_flight import GradientsInFlight
 from tfdist.sharding.known_sums import KnownSums
 from tfdist.sharding.shard_messages import gather_shards_in_buckets
@@ -41,7 +42,7 @@ def apply_gradients(optimizer: Any, grads: Sequence[Any], variables: Sequence[An
     _sum_outside_branches(optimizer, grads, variables, config, program)
     program.plan.note(program.rank, f"the optimizer is {_described(optimizer)}")
     with tf.device(program.device), program.part(TapeGradients).own_use(grads), program.part(SlotReads).stepping():
-        _Step(grads, variables, config, program, optimizer).apply()
+        _Step(take(optimizer, grads, variables, config, program), variables, config, program, optimizer).apply()
 
 
 def stepping_program(what: str = "`optimizer.apply`") -> RankProgram:
@@ -68,7 +69,7 @@ def reduce_gradients(grads: Sequence[Any], variables: Sequence[Any], config: Mes
     """
     _sum_outside_branches(None, grads, variables, config, program)
     with tf.device(program.device), program.part(TapeGradients).own_use():
-        return _Step(grads, variables, config, program).reduced()
+        return _Step(take(None, grads, variables, config, program), variables, config, program).reduced()
 
 
 def _sum_outside_branches(
@@ -115,40 +116,63 @@ def _gathered(parts: Sequence[tf.Tensor], variables: Sequence[Any], config: Mesh
     return [gathered[place] for place in range(len(parts))]
 
 
-def accumulates_partial_sums(optimizer: Any, config: MeshConfig) -> bool:
-    """Whether gradients are accumulated before they are reduced: at stages 0 and 1, where a rank has room for whole ones.
+class InStep(list[Any]):
+    """The list of gradients that Keras's `apply` hands to `_backend_update_step`, where each is reduced when the plan says.
 
-    Not where a replica spans several ranks: what TensorFlow sums over ranks when it is read has one shape on all of them.
+    Attributes:
+        take: called with the learning rate, updates the parameters.
     """
-    if isinstance(config.placements.gradient, Shard) or config.mesh.data_parallel_size < config.mesh.world_size:
-        return False
-    return bool(optimizer.gradient_accumulation_steps)
+
+    def __init__(self, grads: Sequence[tf.Tensor], take: Callable[[Any], None], optimizer: Any):
+        super().__init__(grads)
+        self.take = take
+        self._name = type(optimizer).__name__
+
+    def __iter__(self) -> Iterator[Any]:
+        """Refuses an optimizer's own `_backend_update_step`, which goes over the gradients."""
+        raise errors.not_implemented(
+            f"{self._name} goes over the gradients in `_backend_update_step`. Under a tfdist strategy "
+            "they are no list there: each is reduced when its turn comes.",
+            optimizer=self._name,
+            fix="Override `apply(grads, trainable_variables)`, or `update_step` for one variable, and call `super()`.",
+        )
 
 
 class _Step:
     """One call of `optimizer.apply` on one rank; without an `optimizer`, the reduction of gradients for another purpose."""
 
-    def __init__(
-        self, grads: Sequence[Any], variables: Sequence[Any], config: MeshConfig, program: RankProgram, optimizer: Any = None
-    ):
+    def __init__(self, given: Given, variables: Sequence[Any], config: MeshConfig, program: RankProgram, optimizer: Any = None):
         self._optimizer = optimizer
         self._config = config
         self._program = program
         self._variables = variables
-        self._targets = [Target.of(variable, config, program) for variable in variables]
-        self._given = list(grads)  # as they left the tape
-        self._grads: list[tf.Tensor] = []  # as far as they have come
-        self._whole: list[int] = []  # places of those that the user's code has made of sums and every rank has whole
-        self._summed: set[int] = set()  # places of summands of what is summed, and weighted, already
+        self._targets = given.targets
+        self._from_caller = given.from_caller
         self._updated: dict[int, tf.Tensor] = {}  # what is gathered or broadcast next
-        self._flight: GradientsInFlight | None = None
         self._latest: Any = None  # while gradients are in flight: the operation that ends the last message
-        self._weight: tf.Tensor | None = None  # what this rank's gradients count in their sum
+        self._grads, self._weight = given.tensors, given.weight  # as far as they have come; what summands count in their sums
+        self._are_summed = given.are_summed
+        self._gradients = [
+            plan.Gradient(
+                elements=target.layout.local_elements,
+                stepped=math.prod(target.state_layout.component_shape),
+                dtype=grad.dtype.name,
+                itemsize=grad.dtype.size,
+                kind=(decays(optimizer, target.variable), target.variable.dtype.name, target.exact is None),
+                is_sharded=target.layout.is_data_sharded,
+                is_reduced=is_reduced,
+                owner=owner_of(optimizer, target.variable),
+                global_elements=target.layout.num_elements,
+            )
+            for grad, target, is_reduced in zip(given.tensors, self._targets, given.are_reduced, strict=True)
+        ]
+        self._limit_lead()
+        self._flight = self._gradients_in_flight()
 
     # The list
 
     def apply(self) -> None:
-        self._plan = plan.plan_step(*self._facts())
+        self._plan = plan.plan_step(self._gradients, self._settings())
         self._program.plan.steps[self._program.rank].append(self._plan)
         self._emit(self._plan.first)
         self._keep_losses()
@@ -160,24 +184,15 @@ class _Step:
 
     def reduced(self) -> list[tf.Tensor]:
         """Returns the reduced gradients."""
-        self._emit(plan.plan_reduction(*self._facts()))
+        self._emit(plan.plan_reduction(self._gradients, self._settings()))
         return self._grads
 
-    def take(self, learning_rate: Any) -> None:
+    def _take(self, learning_rate: Any) -> None:
         """Walks the list from the gradients, or their accumulated means, to the new parameters: in the place of Keras's loop."""
         self._learning_rate = tf.convert_to_tensor(learning_rate)
         self._updates = Updates(self._optimizer, self._learning_rate, self._program)
         self._emit(self._plan.step)
         self._keep_losses()
-
-    def __iter__(self) -> Iterator[Any]:
-        """Refuses to be the list of gradients that an optimizer's own `_backend_update_step` expects."""
-        raise errors.not_implemented(
-            f"{type(self._optimizer).__name__} goes over the gradients in `_backend_update_step`. Under a tfdist strategy "
-            "they are no list there: each is reduced when its turn comes.",
-            optimizer=type(self._optimizer).__name__,
-            fix="Override `apply(grads, trainable_variables)`, or `update_step` for one variable, and call `super()`.",
-        )
 
     def _emit(self, actions: Iterable[plan.Action]) -> None:
         optimizer, config, program = self._optimizer, self._config, self._program
@@ -239,15 +254,16 @@ class _Step:
     def _note_reduction(self, bucket: int | None, members: Sequence[int]) -> None:
         known = self._program.part(KnownSums)
         for place in members:
-            known.note(self._given[place], self._grads[place])
+            known.note(self._from_caller[place], self._grads[place])
         if self._flight is not None and bucket is not None:
             self._latest = self._grads[members[0]].op
             self._flight.note_emitted(COMPRESSION.now.encoded(self._program))
 
     def _update_parameters(self) -> None:
         self._program.part(UnshardSchedule).invalidate()
-        # By way of the optimizer, because some have something of their own to do once per step (Nadam); it calls `take`.
-        self._optimizer._backend_update_step(self, [target.variable for target in self._targets], self._optimizer.learning_rate)
+        # By way of the optimizer, because some have something of their own to do once per step (Nadam); it takes the step.
+        optimizer, variables = self._optimizer, [target.variable for target in self._targets]
+        optimizer._backend_update_step(InStep(self._grads, self._take, optimizer), variables, optimizer.learning_rate)
 
     def _accumulate(self) -> None:
         """Adds to the accumulators; in every `gradient_accumulation_steps`-th call updates with their mean and empties them.
@@ -257,7 +273,7 @@ class _Step:
         optimizer, program, grads = self._optimizer, self._program, list(self._grads)
         if accumulates_partial_sums(optimizer, self._config):
             # Each summand counts what its own step's batch says.
-            weights = [None if place in self._summed else self._weight for place in range(len(grads))]
+            weights = [None if is_summed else self._weight for is_summed in self._are_summed]
             grads, self._weight = [weighted(grad, weight) for grad, weight in zip(grads, weights, strict=True)], None
         accumulators = [
             local_part(optimizer._accumulated_gradients[optimizer._get_variable_index(target.variable)], program)
@@ -266,7 +282,7 @@ class _Step:
 
         def last() -> None:
             self._grads = [(grad + kept) / self._plan.accumulation_steps for grad, kept in zip(grads, accumulators, strict=True)]
-            self._given = list(self._grads)
+            self._from_caller = list(self._grads)
             self._update_parameters()
             for accumulator in optimizer._accumulated_gradients:
                 accumulator = local_part(accumulator, program)
@@ -279,30 +295,18 @@ class _Step:
         is_last = tf.equal((tf.convert_to_tensor(optimizer._iterations) + 1) % self._plan.accumulation_steps, 0)
         program.cond(is_last, last, not_last)
 
-    # What the plan must know
-
-    def _facts(self) -> tuple[list[plan.Gradient], plan.Settings]:
-        """Takes the gradients as they are, and returns what the plan must know of them and of the settings."""
+    def _settings(self) -> plan.Settings:
         optimizer, config, program = self._optimizer, self._config, self._program
-        if any(program.part(KnownSums).part_of(grad) is None for grad in self._given):
-            program.part(UnshardSchedule).flush(self._given)
-            self._weight = program.part(GradientWeight).of_wholes()
-        gradients = [self._facts_of(given, target) for given, target in zip(self._given, self._targets, strict=True)]
-        if self._whole:
-            grads, targets = [self._grads[place] for place in self._whole], [self._targets[place] for place in self._whole]
-            self._replace(self._whole, agreed(grads, targets, config, program))
-        self._limit_lead(gradients)
-        self._flight = self._gradients_in_flight(gradients)
         settings = plan.Settings(config.placements, config.bucket_bytes, None if self._flight is None else self._flight.most)
         if optimizer is None:
-            return gradients, settings
+            return settings
         afterwards = {
             "average": optimizer.use_ema,
             "constrain": any(getattr(variable, "constraint", None) for variable in self._variables),
             "publish slots": config.mesh.splits_layers,
             "check drift": config.check_drift_every and (config.mesh.tensor_parallel_size > 1 or config.mesh.is_hybrid),
         }
-        return gradients, dataclasses.replace(
+        return dataclasses.replace(
             settings,
             is_unscaled=optimizer.loss_scale_factor is not None,
             clipping=kind_of_clipping(optimizer),
@@ -314,52 +318,8 @@ class _Step:
             afterwards=tuple(what for what, is_wanted in afterwards.items() if is_wanted),
         )
 
-    def _facts_of(self, given: Any, target: Target) -> plan.Gradient:
-        known = self._program.part(KnownSums)
-        self._check_is_whole(given, target)
-        if self._optimizer is not None and accumulates_partial_sums(self._optimizer, self._config):
-            is_reduced = False
-            if known.is_returned(given):
-                COMPRESSION.now.refuse_two_sums(self._config)
-                grad = summand_of_sum(known.part_of(given), target)
-                self._summed.add(len(self._grads))
-            else:
-                grad = summand(given, target, self._weight)
-        elif (grad := known.part_of(given)) is not None:
-            is_reduced = True
-        else:
-            grad, is_reduced = own_part(given, target)
-            if is_reduced:
-                self._whole += [] if target.state_layout.is_data_sharded else [len(self._grads)]
-                known.note(given, grad)
-        self._grads.append(grad)
-        return plan.Gradient(
-            elements=target.layout.local_elements,
-            stepped=math.prod(target.state_layout.component_shape),
-            dtype=grad.dtype.name,
-            itemsize=grad.dtype.size,
-            kind=(decays(self._optimizer, target.variable), target.variable.dtype.name, target.exact is None),
-            is_sharded=target.layout.is_data_sharded,
-            is_reduced=is_reduced,
-            owner=owner_of(self._optimizer, target.variable),
-            global_elements=target.layout.num_elements,
-        )
-
-    def _check_is_whole(self, given: Any, target: Target) -> None:
-        """Raises NotImplementedError for what an optimizer has made, in an `apply` of its own, of a shard as if it were whole."""
-        if self._optimizer is None or not changes_gradients(self._optimizer) or not tf.is_tensor(given):
-            return
-        is_shard = given.shape == target.state_layout.component_shape != target.layout.local_shape
-        if is_shard and self._program.part(KnownSums).part_of(given) is None:
-            name = type(self._optimizer).__name__
-            raise errors.not_implemented(
-                f"{name} changes gradients in an `apply` of its own and has been given shards, as `tfdist.clip_by_global_norm` "
-                "returns them.",
-                optimizer=name,
-                fix="Clip by `tf.clip_by_global_norm`, which returns whole gradients, or by the optimizer's `global_clipnorm`.",
-            )
-
-    def _limit_lead(self, gradients: Sequence[plan.Gradient]) -> None:
+    def _limit_lead(self) -> None:
+        gradients = self._gradients
         bucket_bytes = self._config.bucket_bytes
         messages = [*plan.whole_of_shards(gradients, bucket_bytes), *plan.buckets_of(gradients, bucket_bytes)]
         whole = [[self._grads[place] for place in bucket if not gradients[place].is_reduced] for bucket in messages]
@@ -369,9 +329,9 @@ class _Step:
             operations = order.operations([gradient for bucket in whole for gradient in bucket])
             order.limit_lead(whole, operations, collectives_each=1 + gathers)
 
-    def _gradients_in_flight(self, gradients: Sequence[plan.Gradient]) -> GradientsInFlight | None:
+    def _gradients_in_flight(self) -> GradientsInFlight | None:
         """Returns those of stage 2, if they were made in the graph in which they are reduced."""
-        program, config = self._program, self._config
+        program, config, gradients = self._program, self._config, self._gradients
         messages = plan.buckets_of(gradients, config.bucket_bytes)
         is_sharded_soon = isinstance(config.placements.gradient, Shard) and config.mesh.data_parallel_size > 1
         if not is_sharded_soon or not messages or any(gradients[place].is_reduced for bucket in messages for place in bucket):

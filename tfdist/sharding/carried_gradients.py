@@ -27,9 +27,14 @@ class CarriedGradients(Part):
         """Notes that `gradient`, in the graph of a loop or a branch, is a rank's summand."""
         self._taken[id(gradient.graph), gradient.name] = gradient
 
+    @property
+    def are_any(self) -> bool:
+        """Whether some have been taken in a loop or a branch."""
+        return bool(self._taken)
+
     def out_of(self, operation: tf.Operation) -> list[tf.Tensor]:
         """Returns the outputs of `operation` that are linear in gradients taken inside of it, with nothing added; else none."""
-        found = self._linear_in(operation, lambda _: None) if self._taken else {}
+        found = self._linear_in(operation, lambda _: None)
         return [operation.outputs[place] for place in sorted(found) if found[place]]
 
     def _linear_in(

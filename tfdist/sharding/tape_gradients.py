@@ -128,10 +128,11 @@ class TapeGradients(OfBranch):
         self._linear.forget(summand.tensor)
 
     def _find_carried(self) -> None:
-        if self._is_asked:
+        carried = self._program.part(CarriedGradients)
+        if self._is_asked and carried.are_any:
             operations = self._program.graph.get_operations()
             for operation in operations[self._num_searched :]:
-                for output in self._program.part(CarriedGradients).out_of(operation):
+                for output in carried.out_of(operation):
                     if output.name not in self._summands:
                         self._add(_Summand(output, None, is_weighted=False))
             self._num_searched = len(operations)

@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import RankProgram, assign_buckets
-from tfdist.optimizers.reduction import summand_of_sum
+from tfdist.optimizers.given import summand_of_sum
 from tfdist.optimizers.step import reduce_gradients
 from tfdist.optimizers.target import Target
 from tfdist.sharding import MeshConfig, ShardedVariable
