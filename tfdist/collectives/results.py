@@ -33,7 +33,7 @@ class Result(NamedTuple):
 
 
 class Results(Part):
-    """The results of the collectives of one rank in one trace; an attachment of its program.
+    """The results of the collectives of one rank in one trace. A part of its state.
 
     Attributes:
         tell: called with those of an eager run: whether all ranks have the same, and what it is like row by row, if anything.

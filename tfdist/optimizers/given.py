@@ -20,6 +20,7 @@ from tfdist.placements.kinds import Replicate
 from tfdist.placements.telling import is_sum
 from tfdist.sharding import MeshConfig, Shard, UnshardSchedule, packing
 from tfdist.sharding.compression import COMPRESSION
+from tfdist.sharding.gradient_state import GradientState
 from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.gradient_weight import GradientWeight, without_weight
 from tfdist.sharding.known_sums import KnownSums
@@ -35,7 +36,7 @@ class Given:
         from_caller: as the user's code has them, by which sums are known.
         targets: what the rank steps on of each parameter.
         tensors: a summand of the parameter's shape; or what the rank keeps of a sum: a flat shard (L,), or all of it.
-        are_reduced: which of them are kept of sums.
+        states: how far each has come.
         are_summed: which are summands of what is summed, and weighted, already.
         weight: what the rank's summands count in their sums, a scalar; None: 1.
     """
@@ -43,7 +44,7 @@ class Given:
     from_caller: list[Any]
     targets: list[Target]
     tensors: list[tf.Tensor] = dataclasses.field(default_factory=list)
-    are_reduced: list[bool] = dataclasses.field(default_factory=list)
+    states: list[GradientState] = dataclasses.field(default_factory=list)
     are_summed: list[bool] = dataclasses.field(default_factory=list)
     weight: tf.Tensor | None = None
 
@@ -59,7 +60,7 @@ def take(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], config:
     changed = []  # places of those that the user's code has made of sums, and every rank has whole
     for place, (grad, target) in enumerate(zip(grads, targets, strict=True)):
         _check_is_whole(optimizer, grad, target)
-        part, is_reduced = known.part_of(grad), not is_partial
+        part, state = known.part_of(grad), GradientState.SUMMAND if is_partial else _kept_by(target)
         is_summed = is_partial and known.is_returned(grad)
         if is_summed:
             COMPRESSION.now.refuse_two_sums(config)
@@ -69,12 +70,12 @@ def take(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], config:
         elif part is not None:
             tensor = part
         else:
-            tensor, is_reduced = own_part(grad, target)
-            if is_reduced:
-                changed += [] if target.state_layout.is_data_sharded else [place]
+            tensor, state = own_part(grad, target)
+            if state.is_reduced:
+                changed += [place] if state is GradientState.WHOLE else []
                 known.note(grad, tensor)
         given.tensors.append(tensor)
-        given.are_reduced.append(is_reduced)
+        given.states.append(state)
         given.are_summed.append(is_summed)
     if changed:
         wholes = _agreed([given.tensors[place] for place in changed], [targets[place] for place in changed], config, program)
@@ -93,6 +94,11 @@ def accumulates_partial_sums(optimizer: Any, config: MeshConfig) -> bool:
     return bool(optimizer.gradient_accumulation_steps)
 
 
+def _kept_by(target: Target) -> GradientState:
+    """Returns what the rank keeps of the sum of a gradient."""
+    return GradientState.SHARD if target.state_layout.is_data_sharded else GradientState.WHOLE
+
+
 def _check_is_whole(optimizer: Any, grad: Any, target: Target) -> None:
     """Raises NotImplementedError for what an optimizer has made, in its own `apply`, of a shard as if it were whole."""
     if optimizer is None or not changes_gradients(optimizer) or not tf.is_tensor(grad):
@@ -108,33 +114,33 @@ def _check_is_whole(optimizer: Any, grad: Any, target: Target) -> None:
         )
 
 
-def own_part(grad: Any, target: Target) -> tuple[tf.Tensor, bool]:
-    """Returns `grad`, as the optimizer was given it, as far as it has come: a summand, or what this rank keeps of a sum; and
-    whether it is reduced already."""
-    program = target.program
+def own_part(grad: Any, target: Target) -> tuple[tf.Tensor, GradientState]:
+    """Returns `grad`, as the optimizer was given it, as far as it has come, and how far: a summand, or what this rank keeps of a
+    sum."""
+    program, kept = target.program, _kept_by(target)
     schedule = program.part(UnshardSchedule) if target.layout.is_data_sharded else None
     shard = program.part(GradientStubs).shard_of(grad) if schedule is not None and tf.is_tensor(grad) else None
     if shard is not None:
-        return shard, True
+        return shard, kept
     grad = dense(grad, target)
     if schedule is not None and comes_reduced(grad, target):
-        return grad, True
+        return grad, kept
     whole = program.part(TapeGradients).whole_of(grad)
     if schedule is not None and whole is None:
         is_sum = program.part(EagerFacts).is_whole_gradient(grad) if program.is_eager else schedule.is_of_sums(grad)
         whole = grad if is_sum and (not program.is_eager or schedule.has_gradient(target.variable)) else None
     elif grad.shape == target.state_layout.component_shape != target.layout.local_shape:
-        return grad, True  # of a slot, in which the program has kept sums
+        return grad, kept  # of a slot, in which the program has kept sums
     if program.is_eager:
         whole = grad if whole is None and program.part(EagerFacts).is_whole(grad) else whole
     elif whole is None and program.part(TapeGradients).placement_of(grad) == Replicate():
         whole = grad
     if whole is None:
-        return of_own_mean(grad, program), False
+        return of_own_mean(grad, program), GradientState.SUMMAND
     if target.state_layout.is_data_sharded:
         data_rank = program.mesh.coordinate(program.rank).data
-        return packing.data_shard(whole, target.state_layout, data_rank, program.constant), True
-    return whole, True
+        return packing.data_shard(whole, target.state_layout, data_rank, program.constant), kept
+    return whole, kept
 
 
 def summand(grad: Any, target: Target, weight: tf.Tensor | None) -> tf.Tensor:

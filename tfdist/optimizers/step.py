@@ -160,11 +160,11 @@ class _Step:
                 itemsize=grad.dtype.size,
                 kind=(decays(optimizer, target.variable), target.variable.dtype.name, target.exact is None),
                 is_sharded=target.layout.is_data_sharded,
-                is_reduced=is_reduced,
+                is_reduced=state.is_reduced,
                 owner=owner_of(optimizer, target.variable),
                 global_elements=target.layout.num_elements,
             )
-            for grad, target, is_reduced in zip(given.tensors, self._targets, given.are_reduced, strict=True)
+            for grad, target, state in zip(given.tensors, self._targets, given.states, strict=True)
         ]
         self._limit_lead()
         self._flight = self._gradients_in_flight()

@@ -28,7 +28,7 @@ from tfdist.placements.table import Linear, row_of
 
 
 class GradientNumbers(OfBranch):
-    """The numbers that gradients meet in the graph of one rank's program; an attachment of the program, and of a branch's.
+    """The numbers that gradients meet in the graph of one rank's program. A part of the rank's state, and of a branch's.
 
     Attributes:
         is_own: whether gradients are read for the optimizer, or to agree.

@@ -29,6 +29,7 @@ from tfdist.placements.kinds import Replicate
 from tfdist.sharding import gradient_graph
 from tfdist.sharding.carried_gradients import CarriedGradients
 from tfdist.sharding.gradient_numbers import GradientNumbers
+from tfdist.sharding.gradient_state import GradientState
 from tfdist.sharding.gradient_weight import GradientWeight, without_weight
 from tfdist.sharding.known_sums import KnownSums
 from tfdist.sharding.layout import Layout
@@ -45,8 +46,8 @@ class Stub:
         full: this rank's summand, of the parameter's shape.
         weight: what that counts already; None: nothing.
         unit: what gathers the parameter, if the stub waits to be reduced with it.
-        shard: this rank's of the sum; None until it is reduced.
-        is_whole: whether what reads it reads the sum.
+        shard: this rank's of the sum, flat (L,); None until it is reduced.
+        state: how far the gradient has come; what reads a `WHOLE` one reads the sum.
     """
 
     tensor: tf.Tensor
@@ -55,7 +56,7 @@ class Stub:
     weight: tf.Tensor | None
     unit: Unit | None = None
     shard: tf.Tensor | None = None
-    is_whole: bool = False
+    state: GradientState = GradientState.SUMMAND
 
 
 class _OnShards(gradient_graph.Derived):
@@ -85,7 +86,7 @@ class _OnShards(gradient_graph.Derived):
 
 
 class GradientStubs(OfBranch):
-    """The stubs of one rank's program in one trace; an attachment of the program."""
+    """The stubs of one rank's program in one trace. A part of its state."""
 
     def __init__(self, program: RankProgram):
         self._program = program
@@ -101,7 +102,7 @@ class GradientStubs(OfBranch):
     @property
     def waiting(self) -> list[Stub]:
         """Those that are not reduced yet."""
-        return [stub for stub in self._stubs.values() if stub.shard is None]
+        return [stub for stub in self._stubs.values() if stub.state is GradientState.SUMMAND]
 
     def make(self, variable: Any, full: tf.Tensor, unit: Unit | None = None) -> Stub:
         """Returns a stub for the gradient of `variable`, of which `full` is this rank's summand; it is reduced with `unit`."""
@@ -125,6 +126,7 @@ class GradientStubs(OfBranch):
 
     def note_reduced(self, stub: Stub, shard: tf.Tensor) -> None:
         """Notes that `shard` is this rank's of the sum that `stub` stands for."""
+        stub.state = GradientState.SHARD
         stub.shard = self._images[stub.tensor.name] = shard
 
     def summand(self, tensor: tf.Tensor) -> tf.Tensor | None:
@@ -163,7 +165,7 @@ class GradientStubs(OfBranch):
 
     def fill_what_is_read(self) -> None:
         """Fills the stubs that have been reduced and are read by more than what an optimizer does on shards."""
-        missing = [stub for stub in self._stubs.values() if stub.shard is not None and not stub.is_whole]
+        missing = [stub for stub in self._stubs.values() if stub.state is GradientState.SHARD]
         self.fill([stub for stub in missing if not all(gets_summand for *_, gets_summand in self._readers(stub.tensor))])
 
     def write_summands(self) -> None:
@@ -177,7 +179,7 @@ class GradientStubs(OfBranch):
         """Gives stubs that are not filled a value, since an operation may need all that it is given, whatever is read of it."""
         with self._program.outermost(), tape.stop_recording():
             for stub in self._stubs.values():
-                if not stub.is_whole and stub.tensor.consumers():
+                if stub.state is not GradientState.WHOLE and stub.tensor.consumers():
                     _connect(stub, self._summand(stub.tensor))
 
     def _readers(self, tensor: tf.Tensor) -> Iterator[tuple[tf.Operation, tf.Tensor, bool]]:
@@ -213,12 +215,12 @@ class GradientStubs(OfBranch):
 
     def fill(self, stubs: Sequence[Stub]) -> None:
         """Fills `stubs`, which have been reduced: what is computed from them is then the same on all ranks."""
-        stubs = [stub for stub in stubs if not stub.is_whole]
+        stubs = [stub for stub in stubs if stub.state is not GradientState.WHOLE]
         shards, layouts = [stub.shard for stub in stubs], [stub.variable.layout for stub in stubs]
         with self._program.outermost(), tape.stop_recording():
             for place, whole in gather_shards_in_buckets(self._program, shards, layouts, 8 * 2**20, "all_gather/gradient"):
                 stub = stubs[place]
-                stub.is_whole = True
+                stub.state = GradientState.WHOLE
                 _connect(stub, whole)
                 self._program.part(Facts).declare(stub.tensor, Replicate())
 

@@ -26,7 +26,7 @@ class _Sum:
 
 
 class KnownSums(Part):
-    """The sums that one rank has in one trace, or eager run; an attachment of the rank's program."""
+    """The sums that one rank has in one trace, or eager run. A part of its state."""
 
     def __init__(self, program: RankProgram):
         self._program = program

@@ -22,7 +22,7 @@ from tfdist.sharding.tape_gradients import TapeGradients
 
 
 class SlotReads(Part):
-    """The slots that one rank reads and writes in one trace, or eager run; an attachment of the rank's program."""
+    """The slots that one rank reads and writes in one trace, or eager run. A part of its state."""
 
     def __init__(self, program: RankProgram):
         self._program = program

@@ -34,6 +34,7 @@ from tfdist.placements.totals import wide
 from tfdist.sharding import gradient_graph
 from tfdist.sharding.carried_gradients import CarriedGradients
 from tfdist.sharding.gradient_numbers import GradientNumbers
+from tfdist.sharding.gradient_state import GradientState
 from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.gradient_weight import GradientWeight, weighted
 
@@ -47,7 +48,7 @@ class _Summand:
 
 
 class TapeGradients(OfBranch):
-    """The gradients of whole parameters of one rank's program in one trace; an attachment of the program, and of a branch's."""
+    """The gradients of whole parameters of one rank's program in one trace. A part of the rank's state, and of a branch's."""
 
     def __init__(self, program: RankProgram):
         self._program = program
@@ -157,7 +158,7 @@ class TapeGradients(OfBranch):
         """Whether `tensor`, made where all ranks run, is computed of sums, and is neither a summand nor linear in summands."""
         if not self._program.exists_here(tensor):
             return False
-        below = self._stubs.needs_sums(tensor) and any(stub.is_whole for stub in self._stubs.below(tensor))
+        below = self._stubs.needs_sums(tensor) and any(stub.state is GradientState.WHOLE for stub in self._stubs.below(tensor))
         of_wholes = bool(self._wholes) and self._linear.of(tensor) is None and bool(self._sources.of(tensor))
         return below or of_wholes
 

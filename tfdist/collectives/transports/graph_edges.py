@@ -14,7 +14,7 @@ _Message = tuple[int, int, str]  # source, destination, label
 
 
 class GraphEdges(MessageTransport):
-    """The messages between ranks of this process in one trace; an attachment of its plan."""
+    """The messages between ranks of this process in one trace, of which its plan has one."""
 
     def __init__(self) -> None:
         self._sent: dict[_Message, tf.Tensor] = {}
