@@ -25,7 +25,7 @@ from tfdist.sharding.tape_gradients import TapeGradients
 
 
 class EarlyScales(Part):
-    """The scales that one rank's program, in one trace, has given losses before their optimizers were built. A part of its state."""
+    """The scales that one rank's program, in one trace, gave losses before their optimizers were built. A part of its state."""
 
     def __init__(self, program: RankProgram):
         self._program = program
