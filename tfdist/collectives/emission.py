@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdist import temporary
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.instance_keys import log2_ceiling
-from tfdist.collectives.parts import OF_EXTENSIONS, OfBranch, Part
+from tfdist.collectives.parts import OfBranch, Part
 from tfdist.collectives.plan import CollectivePlan, CollectiveRecord, Ranks, TensorLike
 from tfdist.collectives.rank import Rank
 
@@ -50,7 +50,6 @@ class Emission(Rank):
         self._pieces: collections.Counter[Ranks] = collections.Counter()
         self._constants: dict[Any, tf.Tensor] = {}
         self._parts: dict[type[Part], Part] = {}
-        self.make(*OF_EXTENSIONS)
 
     # Parts
 
@@ -59,6 +58,10 @@ class Emission(Rank):
         for kind in kinds:
             if self.outer is None or issubclass(kind, OfBranch):
                 self._parts[kind] = kind(self)  # type: ignore[call-arg]
+
+    def begin_with(self, *kinds: type[Part]) -> None:
+        """Makes the first parts of a program that is new."""
+        self.make(*kinds)
 
     def part(self, kind: type[P]) -> P:
         """Returns the part of this `kind`. Raises KeyError where the program has none: an eager rank has no `Facts`, say."""
@@ -215,7 +218,7 @@ class Emission(Rank):
         inner = copy.copy(self)
         inner.outer, inner.graph = outer, graph
         inner._is_marked, inner._constants, inner._parts = False, {}, {}
-        inner.make(*self.root._parts)
+        inner.begin_with(*self.root._parts)
         return inner
 
     def ended(self) -> list[tf.Operation]:

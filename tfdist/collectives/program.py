@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdist import temporary
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.emission import Emission
+from tfdist.collectives.parts import OF_EXTENSIONS, Part
 from tfdist.collectives.plan import CollectivePlan, Ranks
 from tfdist.collectives.results import Results
 from tfdist.collectives.step_order import ORDER, NoOrder
@@ -75,8 +76,12 @@ class RankProgram(Emission):
         self.returned_by: Callable[[RankProgram, tf.Tensor], tf.Tensor] = lambda program, output: output
         self._branch: tf.Graph | None = None  # of `cond`, that is being traced
         self.trusted: list[tf.Tensor] = []
-        self.make(Results)
-        self.order: NoOrder = ORDER.now(self)
+        self.order: NoOrder
+        self.begin_with(*OF_EXTENSIONS, Results)
+
+    def begin_with(self, *kinds: type[Part]) -> None:
+        self.order = ORDER.now(self)
+        super().begin_with(*kinds)
 
     def is_dealt(self, argument: Any) -> bool:
         """Whether `argument`, one of `arguments`, is this rank's own, and not what all ranks are called with."""
@@ -168,11 +173,6 @@ class RankProgram(Emission):
         """Returns a program for a branch of this one."""
         inner = self.of_graph(self, branch)
         inner._branch = None
-        return inner
-
-    def of_graph(self, outer: "RankProgram | None", graph: tf.Graph) -> "RankProgram":
-        inner = super().of_graph(outer, graph)
-        inner.order = ORDER.now(inner)
         return inner
 
     def and_around(self) -> Iterator["RankProgram"]:
