@@ -1,57 +1,14 @@
-"""Training steps as papers describe them, in a `train_step` of one's own: two passes, gradients of gradients, gradients that are
-changed, counted and kept, weights that are written by hand.
-"""
-
-import warnings
+"""Gradients as papers change them in a `train_step`: two passes, second order, projections, clipping, custom gradients."""
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from grids import exhaustive
-from keras import layers, ops
-from training import strategy_for
 
-from tests.parity.comparison import BatchLogs, state
-from tests.programs.comparing import assert_as_on_one_device, run
+from tests.programs.published_steps import assert_without_a_warning, programs_of, sgd
+from tests.programs.small_training import adam
 
 pytestmark = pytest.mark.as_traced
-
-ROWS, BATCH = 22, 8  # the last batch has 6 rows
-
-
-class Trained(keras.Model):
-    """A net with two heads and whatever else a step needs; `step(model, x, y)` is its `train_step`."""
-
-    step = None
-
-    def __init__(self):
-        super().__init__()
-        self.body = keras.Sequential([keras.Input((5,)), layers.Dense(6, "tanh"), layers.Dense(6, "tanh")])
-        self.head = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
-        self.other = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
-        self.kept = [self.extra(variable.shape) for variable in self.trainable_variables]
-        self.scales = self.add_weight(shape=(2,), initializer="ones", name="scales")
-        self.number = self.extra((), "ones")
-
-    def extra(self, shape, initializer="zeros"):
-        return self.add_weight(shape=shape, initializer=initializer, trainable=False)
-
-    def call(self, x):
-        return self.head(self.body(x))
-
-    @property
-    def nets(self):
-        return [v for net in (self.body, self.head, self.other) for v in net.trainable_variables]
-
-    def losses_of(self, x, y):
-        """The losses of two tasks."""
-        hidden = self.body(x)
-        first = keras.losses.sparse_categorical_crossentropy(y, self.head(hidden), from_logits=True)
-        return tf.reduce_mean(first), tf.reduce_mean((self.other(hidden) - x[:, :3]) ** 2)
-
-    def train_step(self, data):
-        return type(self).step(self, *data)
 
 
 def sharpness_aware(model, x, y):
@@ -113,16 +70,6 @@ def custom_gradients(model, x, y):
     return {"loss": loss}
 
 
-def recomputed(model, x, y):
-    """TensorFlow's own recomputation, whose gradient function has a tape of its own."""
-    again = tf.recompute_grad(lambda hidden: model.head(hidden))
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(y, again(model.body(x)), from_logits=True))
-    weights = [*model.body.trainable_variables, *model.head.trainable_variables]
-    model.optimizer.apply(tape.gradient(loss, weights), weights)
-    return {"loss": loss}
-
-
 def unconnected_zeros(model, x, y):
     """Gradients of one loss by weights of the other's head, too: zeros, in a dictionary."""
     named = {"nets": [v.value for v in model.nets], "scales": model.scales.value}
@@ -148,16 +95,6 @@ def conflicts_projected(model, x, y):
         grads.append(one_projected + other_projected)
     model.optimizer.apply(grads, model.body.trainable_variables)
     return {"loss": first, "second": second}
-
-
-def uncertainty_weighted(model, x, y):
-    """Kendall et al. 2018."""
-    with tf.GradientTape() as tape:
-        losses = model.losses_of(x, y)
-        total = tf.add_n([tf.exp(-model.scales[i]) * loss + model.scales[i] for i, loss in enumerate(losses)])
-    weights = [*model.nets, model.scales]
-    model.optimizer.apply_gradients(zip(tape.gradient(total, weights), weights, strict=True))
-    return {"loss": total, "scale": model.scales[0]}
 
 
 def rates_by_layer(model, x, y):
@@ -228,99 +165,6 @@ def penalized_by_inputs(model, x, y):
     return {"loss": loss, "penalty": penalty}
 
 
-def consolidated(model, x, y):
-    """Kirkpatrick et al. 2017: squares of gradients are kept, and say how far a weight may go from where it was."""
-    with tf.GradientTape() as tape:
-        loss = tf.add_n(model.losses_of(x, y))
-        total = loss + 0.1 * tf.add_n(
-            [tf.reduce_sum(kept * (weight - 0.1) ** 2) for kept, weight in zip(model.kept, model.nets, strict=True)]
-        )
-    grads = tape.gradient(total, model.nets)
-    for kept, grad in zip(model.kept, grads, strict=True):
-        kept.assign_add(tf.square(grad))
-    model.optimizer.apply(grads, model.nets)
-    return {"loss": loss, "total": total, "kept": tf.linalg.global_norm([ops.convert_to_tensor(v) for v in model.kept])}
-
-
-def momentum_by_hand(model, x, y):
-    """No optimizer: velocities and weights are assigned."""
-    with tf.GradientTape() as tape:
-        loss = tf.add_n(model.losses_of(x, y))
-    for kept, weight, grad in zip(model.kept, model.nets, tape.gradient(loss, model.nets), strict=True):
-        kept.assign(0.9 * kept + grad)
-        weight.assign_sub(0.1 * kept)
-    return {"loss": loss}
-
-
-def teacher_of_averages(model, x, y):
-    """Mean teacher (Tarvainen and Valpola 2017): the student follows an average of its own weights."""
-    with tf.GradientTape() as tape:
-        student = model.body(x)
-        kernel, bias, *_ = model.kept
-        teacher = tf.tanh(x @ tf.convert_to_tensor(kernel) + tf.convert_to_tensor(bias))
-        loss = model.losses_of(x, y)[0] + tf.reduce_mean((student - tf.stop_gradient(teacher)) ** 2)
-    weights = [*model.body.trainable_variables, *model.head.trainable_variables]
-    model.optimizer.apply(tape.gradient(loss, weights), weights)
-    for kept, weight in zip(model.kept, model.body.trainable_variables, strict=False):
-        kept.assign(0.9 * kept + 0.1 * weight)
-    return {"loss": loss}
-
-
-def scaled_by_hand(model, x, y):
-    """A loss scale of one's own: steps whose gradients are not finite are left out, and the scale halved."""
-    with tf.GradientTape() as tape:
-        loss = tf.add_n(model.losses_of(x, y))
-        scaled = loss * model.number * 1e38 * tf.where(model.optimizer.iterations == 1, 1e3, 1.0)
-    grads = [g / (model.number * 1e38) for g in tape.gradient(scaled, model.nets)]
-    is_finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in grads])
-    grads = [tf.where(is_finite, g, tf.zeros_like(g)) for g in grads]
-    model.optimizer.apply(grads, model.nets)
-    model.number.assign(tf.where(is_finite, tf.convert_to_tensor(model.number), model.number / 2))
-    return {"loss": loss, "scale": model.number}
-
-
-def constrained(model, x, y):
-    """A multiplier rises by gradient ascent while a constraint on the second loss is hurt."""
-    with tf.GradientTape(persistent=True) as tape:
-        first, second = model.losses_of(x, y)
-        total = first + tf.nn.softplus(model.scales[0]) * (second - 0.3)
-    weights = [*model.nets, model.scales]
-    *grads, of_multiplier = tape.gradient(total, weights)
-    model.optimizer.apply([*grads, -of_multiplier], weights)
-    return {"loss": total, "multiplier": model.scales[0]}
-
-
-def proximal_policy(model, x, y):
-    """PPO's clipped ratio, a value loss and an entropy; three passes over the batch."""
-    advantages, logs = x[:, 0], {}
-    before = tf.gather(tf.nn.log_softmax(model(x)), y, batch_dims=1)
-    for turn in range(2):
-        with tf.GradientTape() as tape:
-            hidden = model.body(x)
-            policy = tf.nn.log_softmax(model.head(hidden))
-            ratio = tf.exp(tf.gather(policy, y, batch_dims=1) - tf.stop_gradient(before))
-            surrogate = tf.minimum(ratio * advantages, tf.clip_by_value(ratio, 0.9, 1.1) * advantages)
-            value = tf.reduce_mean((model.other(hidden)[:, 0] - advantages) ** 2)
-            entropy = -tf.reduce_mean(tf.reduce_sum(tf.exp(policy) * policy, axis=-1))
-            loss = -tf.reduce_mean(surrogate) + 0.5 * value - 0.01 * entropy
-        model.optimizer.apply(tape.gradient(loss, model.nets), model.nets)
-        logs[f"loss_{turn}"] = loss
-    return logs
-
-
-def imagined(model, x, y):
-    """A world model: unrolled from its own states, with a divergence between what it expects and what it sees."""
-    with tf.GradientTape() as tape:
-        hidden, total = tf.zeros_like(x), 0.0
-        for _ in range(3):
-            state = model.body(x + hidden)
-            prior, posterior = model.head(state), model.other(state)
-            total += tf.reduce_mean(tf.reduce_sum((prior - posterior) ** 2 + tf.exp(posterior) - posterior, axis=-1))
-            hidden = tf.concat([posterior, prior[:, :2]], axis=-1)
-    model.optimizer.apply(tape.gradient(total, model.nets), model.nets)
-    return {"loss": total}
-
-
 def seeds_of_gradients(model, x, y):
     """A tape that watches what it is told, asked with gradients of outputs, and one that stops recording in between."""
     kernel = model.head.layers[-1].kernel
@@ -336,83 +180,26 @@ def seeds_of_gradients(model, x, y):
     return {"loss": loss, "weight": weight}
 
 
-class LayerwiseRates(keras.optimizers.SGD):
-    """LARS (You et al. 2017): each weight's step is a part of its norm."""
-
-    def update_step(self, gradient, variable, learning_rate):
-        ratio = ops.norm(ops.convert_to_tensor(variable)) / (ops.norm(gradient) + 1e-6)
-        super().update_step(gradient, variable, learning_rate * ops.where(ratio > 0, ops.minimum(ratio, 10.0), 1.0))
-
-
-def plain(model, x, y):
-    with tf.GradientTape() as tape:
-        loss = tf.add_n(model.losses_of(x, y)) + tf.reduce_sum(model.scales**2)
-    model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-    return {"loss": loss}
-
-
-def sgd():
-    return keras.optimizers.SGD(0.1, momentum=0.9)
-
-
-def adam():
-    return keras.optimizers.Adam(0.01, epsilon=1e-3)
-
-
-def accumulating():
-    return keras.optimizers.Adam(0.01, epsilon=1e-3, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=2)
-
-
-def layerwise():
-    return LayerwiseRates(0.1, momentum=0.9)
-
-
-STEPS = {
-    **{
-        step.__name__: (step, optimizer)
-        for step, optimizer in [
-            (sharpness_aware, sgd), (balanced_gradients, adam), (custom_gradients, sgd), (unconnected_zeros, adam),
-            (conflicts_projected, sgd), (uncertainty_weighted, adam), (rates_by_layer, sgd), (adaptively_clipped, sgd),
-            (adversarial, adam), (adversarial_by_size, sgd), (penalized_by_inputs, adam), (consolidated, sgd),
-            (momentum_by_hand, sgd), (teacher_of_averages, adam), (scaled_by_hand, sgd), (constrained, sgd),
-            (proximal_policy, adam), (imagined, adam), (seeds_of_gradients, sgd),
-        ]
-    },
-    "recomputed": (recomputed, sgd),
-    "accumulation_and_averages": (plain, accumulating),
-    "layerwise_rates": (plain, layerwise),
-}  # fmt: skip
-
-
-def program_of(name):
-    step, optimizer = STEPS[name]
-
-    def program(strategy):
-        rng = np.random.default_rng(4)
-        with strategy.scope():
-            model = type("Trained", (Trained,), {"step": staticmethod(step)})()
-            model.compile(optimizer())
-        logs = BatchLogs()
-        x, y = rng.normal(size=(ROWS, 5)).astype("float32"), rng.integers(0, 3, ROWS)
-        history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[logs]).history
-        return {"history": history, "logs": logs.train, **state(model)}
-
-    program.__name__ = name
-    return program
-
-
-PROGRAMS = {name: program_of(name) for name in STEPS}
+PROGRAMS = programs_of(
+    [
+        (sharpness_aware, sgd),
+        (balanced_gradients, adam),
+        (custom_gradients, sgd),
+        (unconnected_zeros, adam),
+        (conflicts_projected, sgd),
+        (rates_by_layer, sgd),
+        (adaptively_clipped, sgd),
+        (adversarial, adam),
+        (adversarial_by_size, sgd),
+        (penalized_by_inputs, adam),
+        (seeds_of_gradients, sgd),
+    ]
+)
 
 
 @pytest.mark.parametrize(
-    ("name", "zero_stage", "devices"), [exhaustive(name, stage, devices) for name in STEPS for stage, devices in ((0, 2), (3, 3))]
+    ("name", "zero_stage", "devices"),
+    [exhaustive(name, stage, devices) for name in PROGRAMS for stage, devices in ((0, 2), (3, 3))],
 )
 def test_it_is_one_device(name, zero_stage, devices):
-    if name == "recomputed" and zero_stage == 3:
-        with pytest.raises(NotImplementedError, match="tfdist.layers.recompute"):
-            run(PROGRAMS[name], strategy_for(devices, zero_stage))
-        return
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        assert_as_on_one_device(PROGRAMS[name], zero_stage, devices)
-    assert [str(one.message) for one in found if "device" in str(one.message)] == []
+    assert_without_a_warning(PROGRAMS[name], zero_stage, devices)
