@@ -1,11 +1,8 @@
 """Files of models with parallel layers, and of the same models of Keras layers."""
 
-import inspect
-
 import keras
 import numpy as np
 import pytest
-from keras.src.saving import saving_lib
 
 from tfdist import ShardedStrategy, layers, parallelize
 
@@ -50,9 +47,3 @@ def test_layers_of_the_library_are_saved_as_those_of_keras(tmp_path):
     plain = build()
     plain.load_weights(tmp_path / "model.weights.h5")
     assert_same(model, plain)
-
-
-def test_the_private_name():
-    assert list(inspect.signature(saving_lib._get_unique_name).parameters) == ["name", "used_names"]
-    assert "_get_unique_name(" in inspect.getsource(saving_lib._save_container_state)
-    assert "_get_unique_name(" in inspect.getsource(saving_lib._load_container_state)

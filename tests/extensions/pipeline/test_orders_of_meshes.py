@@ -4,9 +4,9 @@ Which ranks would is asked of every step while it is traced (`tfdist.collectives
 """
 
 import pytest
-from as_processes import cases, plan_of
 
 from tests import workers
+from tests.extensions.pipeline.as_processes import cases, plan_of
 from tfdist.extensions.pipeline import executor
 from tfdist.extensions.pipeline.schedules.messages import Message, events
 
@@ -40,7 +40,7 @@ def test_an_order_for_each_rank_is_seen(cpus, monkeypatch):
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("size", range(2, 9))
 def test_no_mesh_has_ranks_that_wait_for_each_other(tmp_path, size):
-    with workers.job(tmp_path, 1, "tests.strategy.as_processes:trace_all", size) as job:
+    with workers.job(tmp_path, 1, "tests.extensions.pipeline.as_processes:trace_all", size) as job:
         (found,) = job.results(1400)
     assert list(found) == cases(size)
     for ((_, pipe, _), _, _, each), (collectives, messages) in found.items():
