@@ -57,6 +57,22 @@ def made(strategy, optimizer):
     return model, trainer
 
 
+def plan_of(strategy, make=build, optimizer=adam):
+    """Returns the plan of a traced step, which does not run."""
+    with strategy.scope():
+        model, trainer = make(), optimizer()
+        trainer.build(model.trainable_variables)
+
+    def on_rank(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x, training=True) ** 2)
+        trainer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    step = tf.function(lambda x: strategy.run(on_rank, args=(x,)))
+    step.get_concrete_function(tf.zeros((6, *model.input_shape[1:])))
+    return model, strategy.last_plan
+
+
 def gradients_of(model, trainer, rows, features, labels):
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
     with tf.GradientTape() as tape:

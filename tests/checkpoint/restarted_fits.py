@@ -1,5 +1,6 @@
 """A `fit` that is begun again with a new model, from a backup of its middle: for every kind of model and optimizer."""
 
+import math
 import pathlib
 import shutil
 
@@ -8,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
+from tests.workers import job
 
 X = np.random.default_rng(0).normal(size=(24, 8)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 3, size=24)
@@ -24,22 +26,6 @@ class Watch(keras.callbacks.Callback):
         self.steps.append((batch, dict(logs)))
         if len(self.steps) == self.step:
             shutil.copytree(self.backup, self.kept)
-
-
-class Blocks(keras.Model):
-    """A subclassed model, of blocks, with a seed generator behind them."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = keras.layers.Dense(6)
-        self.blocks = [keras.layers.Dense(6, activation="relu") for _ in range(3)]
-        self.dropout, self.head = keras.layers.Dropout(0.2), keras.layers.Dense(3)
-
-    def call(self, x, training=None):
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.dropout(x, training=training))
 
 
 class Pair(keras.Model):
@@ -90,20 +76,7 @@ def with_lora():
     return model
 
 
-def by_plan():
-    model = layers()
-    tfdist.parallelize(model, {"up": "column", "down": "row"}, print_fn=None)
-    return model
-
-
-MODELS = {
-    "layers": layers,
-    "lora": with_lora,
-    "plan": by_plan,
-    "pipeline": lambda: tfdist.PipelineModel(layers(), num_microbatches=2),
-    "blocks": lambda: tfdist.PipelineModel(Blocks(), num_microbatches=2, blocks="blocks"),
-    "pair": Pair,
-}
+MODELS = {"layers": layers, "lora": with_lora}
 
 
 def _accumulating():
@@ -125,31 +98,31 @@ OPTIMIZERS = {
 }
 
 
-def _fit(strategy, model, optimizer, save_freq, callbacks, watch):
+def _fit(strategy, build, optimizer, save_freq, callbacks, watch):
     """Trains, and returns what this worker's ranks hold of every variable in the end."""
     keras.utils.clear_session()
     keras.utils.set_random_seed(3)
     with strategy.scope():
-        made = MODELS[model]()
+        made = build()
         if not made.built:
             made(keras.Input((8,)))
         made.compile(OPTIMIZERS[optimizer](), keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(24, seed=3).batch(5)
     backup = keras.callbacks.BackupAndRestore(watch.backup, save_freq=save_freq)
     made.fit(data, epochs=2, shuffle=False, callbacks=[backup, *(make() for make in callbacks), watch], verbose=0)
-    optimizers = [made.second_optimizer, *made.in_list] if model == "pair" else [made.optimizer]
+    optimizers = [made.second_optimizer, *made.in_list] if isinstance(made, Pair) else [made.optimizer]
     variables = [*made.variables, *(variable for optimizer in optimizers for variable in optimizer.variables)]
     return [(variable.path, [one.numpy() for one in variable._value.values]) for variable in variables]
 
 
-def differences(strategy, model, optimizer, folder, save_freq=2, callbacks=(), step=4):
+def differences(strategy, build, optimizer, folder, save_freq=2, callbacks=(), step=4):
     """Returns in what a `fit` of two epochs of 5 steps differs from one that goes on from the backup that it had at a step."""
     kept = pathlib.Path(folder) / "kept"
     # Each worker keeps it for itself; the one that goes on is the first worker's.
     first = Watch(f"{folder}/backup", str(kept / str(strategy.extended.communicator.local_ranks[0])), step)
     second = Watch(str(kept / "0"), "", None)
-    expected = _fit(strategy, model, optimizer, save_freq, callbacks, first)
-    found = _fit(strategy, model, optimizer, save_freq, callbacks, second)
+    expected = _fit(strategy, build, optimizer, save_freq, callbacks, first)
+    found = _fit(strategy, build, optimizer, save_freq, callbacks, second)
     begin = len(first.steps) - len(second.steps)
     assert 0 < begin < step, f"it went on at step {begin}"
     pairs = zip(first.steps[begin:], second.steps, strict=True)
@@ -158,3 +131,25 @@ def differences(strategy, model, optimizer, folder, save_freq=2, callbacks=(), s
         ranks = enumerate(zip(mine, theirs, strict=True))
         different += [f"{path}, part {rank}" for rank, (a, b) in ranks if not np.array_equal(a, b)]
     return different
+
+
+def on(cpus, settings):
+    """Returns a strategy of two data ranks on these devices."""
+    ranks = 2 * math.prod(size for name, size in settings.items() if name.endswith("size"))
+    return tfdist.ShardedStrategy(cpus[:ranks], **settings)
+
+
+def restarted_together(folder, cases, models=MODELS):
+    """On every worker: returns what differs, by case."""
+    found = {}
+    for number, (model, optimizer, settings) in enumerate(cases):
+        strategy = tfdist.MultiWorkerShardedStrategy(**settings)
+        found[model, optimizer, str(settings)] = differences(strategy, models[model], optimizer, f"{folder}/{number}")
+    return found
+
+
+def assert_no_differences(folder, target, devices, cases):
+    """Two workers, of so many devices each, run `target` on cases of a model, an optimizer and settings: all in one job."""
+    with job(folder, 2, target, str(folder / "backups"), cases, devices_per_worker=devices) as running:
+        for found in running.results(280):
+            assert found == {(model, optimizer, str(settings)): [] for model, optimizer, settings in cases}

@@ -11,11 +11,12 @@ import pytest
 import tfdist
 
 ROOT = pathlib.Path(tfdist.__file__).parents[1]
-# Whose own tests stand in their folders alone. Many of pipelines and tensor ranks are among the core's.
-ALONE = ["compression", "kernels", "ordering", "shared_memory"]
 EXTENSIONS = sorted(path.parent.name for path in (ROOT / "tfdist" / "extensions").glob("*/__init__.py"))
 QUICK = ["losses/test_uneven_batches.py", "sharding/test_variable.py"]
-ROOMS = "mesh runtime collectives placements sharding optimizers losses metrics data checkpoint keras_hooks strategy"
+ROOMS = (
+    "mesh runtime collectives placements sharding optimizers losses metrics data checkpoint keras_layers keras_hooks strategy "
+    "profiling"
+)
 IS_THE_COPY = """
 import pathlib
 import sys
@@ -35,9 +36,10 @@ def test_without_any(tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("name", ALONE)
-def test_without(name, tmp_path):
-    run_without([name], ROOMS.split(), tmp_path, seconds=2900)
+@pytest.mark.parametrize("rooms", [ROOMS, "programs"], ids=["rooms", "programs"])
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_without(name, rooms, tmp_path):
+    run_without([name], rooms.split(), tmp_path, seconds=2900)
 
 
 def run_without(names, tests, folder, seconds):

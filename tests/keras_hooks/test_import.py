@@ -6,12 +6,8 @@ import pathlib
 import subprocess
 import sys
 
-import keras
-import numpy as np
 import pytest
 
-import tfdist
-from tests import forks
 from tfdist.keras_hooks import TABLE
 
 pytestmark = pytest.mark.timeout(300)
@@ -85,31 +81,3 @@ def test_keras_is_untouched_until_the_first_strategy():
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.endswith("seen\n")
-
-
-def save_a_plain_model():
-    keras.utils.set_random_seed(1)
-    own = keras.Sequential([keras.Input((3,)), tfdist.layers.ColumnParallelDense(4), tfdist.layers.RowParallelDense(1)])
-    plain = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
-    own.save("own.keras")
-    plain.load_weights("own.keras")
-    own.compile("sgd", "mse")
-    plain.compile("sgd", "mse")
-    x, y = np.ones((6, 3), "float32"), np.ones((6, 1), "float32")
-    assert np.isclose(own.evaluate(x, y, verbose=0), plain.evaluate(x, y, verbose=0))
-
-
-def load_it():
-    loaded = keras.models.load_model("own.keras")
-    assert type(loaded.layers[0]) is tfdist.layers.ColumnParallelDense
-    assert any(weight.numpy().any() for weight in loaded.weights)
-
-
-def test_parallel_layers_in_a_plain_model(tmp_path):
-    """In processes that have imported tfdist, and no more."""
-    for function in (save_a_plain_model, load_it):
-        process = forks.start(function, environment=dict(os.environ), folder=tmp_path, output=tmp_path / "output.txt")
-        try:
-            assert process.wait(100) == 0, (tmp_path / "output.txt").read_text()
-        finally:
-            process.kill()

@@ -6,6 +6,7 @@ import types
 import keras
 import tensorflow as tf
 from keras.src.ops import nn as keras_ops_nn
+from keras.src.saving import saving_lib
 from keras_owners import Trainer
 from keras_owners import nn as keras_nn
 from keras_owners import numpy as keras_numpy
@@ -134,3 +135,9 @@ def test_random_operations_look_for_their_seeds_where_it_is_replaced():
         assert module.random_seed.get_seed is random_seed.get_seed
         assert "random_seed.get_seed(seed)" in inspect.getsource(module)
     assert list(inspect.signature(original(random_seed.get_seed)).parameters) == ["op_seed"]
+
+
+def test_the_private_name():
+    assert list(inspect.signature(saving_lib._get_unique_name).parameters) == ["name", "used_names"]
+    assert "_get_unique_name(" in inspect.getsource(saving_lib._save_container_state)
+    assert "_get_unique_name(" in inspect.getsource(saving_lib._load_container_state)

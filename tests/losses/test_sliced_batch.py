@@ -4,8 +4,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tests.programs.functions_of_the_batch import FUNCTIONS
-from tests.programs.ways_of_functions import NO_LAYER, applies
+from tests.programs.rows.functions_of_the_batch import FUNCTIONS
+from tests.programs.rows.ways_of_training import NO_LAYER, applies
 from tfdist.losses.sliced_batch import is_mean_over_rows
 
 pytestmark = pytest.mark.usefixtures("float64")

@@ -10,7 +10,7 @@ from tests.parity.comparison import assert_same_tree
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "exactness.md"
 
-# Those that every run of the suite trains; it recomputes in tests/programs/test_recomputation.py.
+# Those that every run of the suite trains; it recomputes in tests/programs/memory/test_recomputation.py.
 DEFAULT = {
     ("GPT-2", "pipeline 2"),
 }

@@ -7,9 +7,9 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from tests.programs import test_every_layer as of_layers
-from tests.programs import test_every_loss as of_losses
-from tests.programs import test_every_metric as of_metrics
+from tests.programs.losses import test_every_loss as of_losses
+from tests.programs.metrics import test_every_metric as of_metrics
+from tests.programs.models import test_every_layer as of_layers
 from tfdist.placements.graph_facts import GraphFacts
 from tfdist.placements.kinds import Replicate, Shard
 

@@ -4,14 +4,17 @@ import itertools
 import pathlib
 
 import pytest
-from training import one_device, strategy_for
+from grids import exhaustive
+from training import one_device
 
 from tests import workers
 from tests.parity.comparison import assert_same_tree
-from tests.programs import test_deferred_restore, test_exports, test_recomputation_everywhere, worker_programs
+from tests.programs import worker_programs
 from tests.programs.comparing import run
-from tests.programs.test_functions_of_the_batch import members, parts
-from tests.programs.ways_of_functions import PIPELINES, WAYS, Case, faults_of, on_one_device
+from tests.programs.memory import test_recomputation_of_models
+from tests.programs.rows.test_functions_of_the_batch import members, parts
+from tests.programs.rows.ways_of_training import PIPELINES, WAYS, Case, faults_of, on_one_device
+from tests.programs.saving import test_deferred_restore, test_exports
 
 pytestmark = pytest.mark.as_traced
 
@@ -46,21 +49,16 @@ def all_functions(way):
 
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(
-    ("cases", "settings"),
-    [
-        pytest.param(FUNCTIONS, {}, id="some"),
-        *(pytest.param(list(all_functions(way)), {}, id=way, marks=pytest.mark.exhaustive) for way in WAYS),
-        *(
-            pytest.param(list(all_functions(way)), {"tensor_parallel_size": 2}, id=f"{way}-tensor", marks=pytest.mark.exhaustive)
-            for way in ("step", "fit", "loop", "layer", "gradient")
-        ),
-    ],
-)
-def test_functions_of_the_batch(tmp_path, cases, settings):
-    devices = 2 if settings or cases[0][0].way in PIPELINES else 1
+@pytest.mark.parametrize("way", ["some", *(exhaustive(way) for way in WAYS if way not in PIPELINES)])
+def test_functions_of_the_batch(tmp_path, way):
+    assert_functions_over_workers(tmp_path, FUNCTIONS if way == "some" else all_functions(way))
+
+
+def assert_functions_over_workers(folder, cases, devices=1, **settings):
+    """Each case, at its stage, is one device's on both of two workers, which warn of nothing new."""
+    cases = list(cases)
     target = "tests.programs.worker_programs:run_functions"
-    with workers.job(tmp_path, 2, target, cases, settings, devices_per_worker=devices) as job:
+    with workers.job(folder, 2, target, cases, settings, devices_per_worker=devices) as job:
         expected = [on_one_device(case)[1] for case, _ in cases]
         results = job.results(880)
     faults = []
@@ -75,12 +73,9 @@ def test_functions_of_the_batch(tmp_path, cases, settings):
 @pytest.mark.timeout(180)
 @pytest.mark.usefixtures("float64")
 def test_recomputation(tmp_path):
-    """Blocks that are computed again: beside one device, and a pipeline of two processes beside that of one."""
+    """Blocks that are computed again: beside one device."""
     with workers.job(tmp_path, 2, "tests.programs.worker_programs:run_recomputed") as job:
-        expected = {
-            "data ranks": run(test_recomputation_everywhere.dense_blocks, one_device()),
-            "pipe ranks": run(test_recomputation_everywhere.in_a_pipeline, strategy_for(2, 0, pipeline_parallel_size=2)),
-        }
+        expected = run(test_recomputation_of_models.dense_blocks, one_device())
         for found in job.results(150):
             assert_same_tree(found, expected)
 

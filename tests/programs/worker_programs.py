@@ -14,31 +14,26 @@ import tfdist
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent))  # as pytest has it, where tests are imported
 
-from tests.programs import (
-    test_deferred_restore,
-    test_examples_of_layers,
-    test_examples_of_sequences,
-    test_exports,
-    test_losses_over_the_batch,
-    test_models_that_share,
-    test_recomputation_everywhere,
-    test_steps_in_branches,
-)
+from tests.programs.branches import test_branches_of_loops, test_steps_in_branches
 from tests.programs.comparing import Program, run
-from tests.programs.ways_of_functions import Case, under_workers
+from tests.programs.losses import test_over_global_batch
+from tests.programs.memory import test_recomputation_of_models
+from tests.programs.models import test_models_that_share, test_sequence_models, test_unusual_layers
+from tests.programs.rows.ways_of_training import Case, under_workers
+from tests.programs.saving import test_deferred_restore, test_exports
 
 PROGRAMS: dict[str, Program] = {
     "branches": test_steps_in_branches.fitted(test_steps_in_branches.TrainsInABranch),
     "several branches": test_steps_in_branches.fitted(test_steps_in_branches.OneOfSeveral, "accumulating"),
-    "adversaries": test_steps_in_branches.adversaries,
+    "adversaries": test_branches_of_loops.adversaries,
 }
 LOSSES: dict[str, Program] = {
-    "two towers": test_losses_over_the_batch.STEPPING["traced"],
-    "weighted root": test_losses_over_the_batch.FITTED["weighted root"],
+    "two towers": test_over_global_batch.STEPPING["traced"],
+    "weighted root": test_over_global_batch.FITTED["weighted root"],
 }
 EXAMPLES: dict[str, Program] = {
-    "forward only": test_examples_of_layers.forward_forward,
-    "recommender": test_examples_of_sequences.recommender,
+    "forward only": test_unusual_layers.forward_forward,
+    "recommender": test_sequence_models.recommender,
     "adversaries, batch by batch": test_models_that_share.adversaries_batch_by_batch,
 }
 
@@ -60,13 +55,9 @@ def run_functions(cases: list[tuple[Case, int]], settings: dict[str, Any]) -> li
     return [under_workers(case, stage, **settings) for case, stage in cases]
 
 
-def run_recomputed() -> dict[str, Any]:
+def run_recomputed() -> Any:
     keras.config.set_floatx("float64")
-    pipelined = tfdist.MultiWorkerShardedStrategy(zero_stage=0, pipeline_parallel_size=2)
-    return {
-        "data ranks": run(test_recomputation_everywhere.dense_blocks, tfdist.MultiWorkerShardedStrategy(zero_stage=3)),
-        "pipe ranks": run(test_recomputation_everywhere.in_a_pipeline, pipelined),
-    }
+    return run(test_recomputation_of_models.dense_blocks, tfdist.MultiWorkerShardedStrategy(zero_stage=3))
 
 
 def run_all(folder: str, stages: list[int]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def test_layer_built_outside_scope():
 
 
 def test_optimizer_built_outside_scope():
-    """One that is not built yet is moved under the model's strategy: tests/programs/test_fine_tuning.py."""
+    """One that is not built yet is moved under the model's strategy: tests/programs/models/test_fine_tuning.py."""
     alone = mlp()
     optimizer = keras.optimizers.SGD(0.1)
     optimizer.build(alone.trainable_variables)

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from compressed_training import STEPS, adam, batches, build, exact_values, is_compressed, sharded
+from compressed_training import STEPS, adam, batches, build, exact_values, is_compressed, plan_of, sharded
 from grids import exhaustive
 from training import one_device, strategy_for
 
@@ -22,22 +22,6 @@ from tfdist.mesh import DeviceMesh
 pytestmark = pytest.mark.as_traced
 
 WORDS = "int32" if kind() == "CPU" else "float32"  # TensorFlow keeps int32 on the host
-
-
-def plan_of(strategy, make=build, optimizer=adam):
-    """Returns the plan of a traced step, which does not run."""
-    with strategy.scope():
-        model, trainer = make(), optimizer()
-        trainer.build(model.trainable_variables)
-
-    def on_rank(x):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(model(x, training=True) ** 2)
-        trainer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-
-    step = tf.function(lambda x: strategy.run(on_rank, args=(x,)))
-    step.get_concrete_function(tf.zeros((6, *model.input_shape[1:])))
-    return model, strategy.last_plan
 
 
 def records_of_gradients(plan):
@@ -242,8 +226,6 @@ def test_rows_are_weights_and_a_rank_may_have_none(zero_stage, rows):
 
 
 # Over workers
-
-
 def settings_of(stage):
     of_parameters = {0: None, 1: "int8", 2: "int4", 3: "int8"}[stage]
     return {"zero_stage": stage, "gradient_compression": "int4", "parameter_compression": of_parameters}
@@ -285,8 +267,6 @@ def test_two_workers_get_the_bits_of_one_process(tmp_path):
 
 
 # What is refused
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -113,7 +113,7 @@ def test_recomputing_changes_nothing(name, pipe, schedule, stages):
     assert_is_one_device(found, name, 4)
 
 
-@pytest.mark.exhaustive  # by default at stage 3: tests/programs/test_stage_3_in_pipelines.py
+@pytest.mark.exhaustive  # by default at stage 3: tests/extensions/pipeline/programs/test_stage_3_in_pipelines.py
 def test_statistics_of_data_ranks():
     """Moving statistics are averaged over data ranks, and random numbers are theirs, as without a pipeline."""
     expected = train(strategy_on(2, zero_stage=0), "noisy", infers=False, num_microbatches=2)

@@ -1,10 +1,14 @@
 """`python -m tfdist schedule`."""
 
+import functools
 import sys
 
 import pytest
 
-from tfdist.tools.launch.cli import main
+from tfdist.tools.launch import cli
+from tfdist.tools.launch.schedule_command import add_schedule
+
+main = functools.partial(cli.main, more=[add_schedule])
 
 GRID = "# mine\n0F0 0F1   .   . 0B0 0B1\n  . 1F0 1F1 1B0 1B1   .\n"
 

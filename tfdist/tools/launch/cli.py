@@ -13,7 +13,6 @@ from typing import Any
 from tfdist.tools.launch.arguments import add_command, non_negative_int, positive_int, seconds
 from tfdist.tools.launch.gpus import device_environments, visible_gpus
 from tfdist.tools.launch.job import KILL_SECONDS, Job, run_job
-from tfdist.tools.launch.schedule_command import add_schedule
 
 _RUN_DESCRIPTION = """\
 Starts N processes of a training script on this machine, with the TF_CONFIG that a multi-worker strategy reads, and watches
@@ -53,7 +52,6 @@ def main(argv: Sequence[str] | None = None, more: Sequence[Callable[[Any], None]
     parser = argparse.ArgumentParser(prog="python -m tfdist", description="Tools beside the tfdist package.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands)
-    add_schedule(commands)
     for add in more:
         add(commands)
     args = parser.parse_args(argv)
