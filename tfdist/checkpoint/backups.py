@@ -39,8 +39,6 @@ from tfdist.runtime import random_states, remove_after_success, set_random_state
 
 State = dict[str, Any]
 
-_EXTENSION = "`tfdist.extensions.resuming`"
-
 
 class FitBackup(keras.callbacks.BackupAndRestore):
     """A `BackupAndRestore` in one `fit`: what is found when it begins, written while it runs, and left at its end.
@@ -129,7 +127,7 @@ class FitBackup(keras.callbacks.BackupAndRestore):
 
     def _unfindable(self) -> str:
         """Returns why no place in the middle of an epoch is found again; "" if one is."""
-        return f"{_EXTENSION}, which goes on in the middle of one, is not installed."
+        return "`tfdist.extensions.resuming`, which goes on in the middle of one, is not installed."
 
     def _find(self) -> State:
         """Returns what this `fit` begins with: the path of a file, if there is any, its state, and lines for the user."""
@@ -212,7 +210,7 @@ class FitBackup(keras.callbacks.BackupAndRestore):
         """Lets training begin at the place in the data that `state` has."""
         if state["batch"]:
             raise errors.runtime_error(
-                f"The backup is of the middle of an epoch, from which only {_EXTENSION} goes on, and it is not installed.",
+                "The backup is of the middle of an epoch: `tfdist.extensions.resuming`, which goes on from it, is not installed.",
                 path=self._path,
                 fix="Install the whole of tfdist, or remove `backup_dir` to train from the beginning.",
             )

@@ -1,7 +1,4 @@
-"""A `fit` that goes on in the middle of an epoch, at the very step: `BackupAndRestore(save_freq=...)`, and the place in the data.
-
-position      where an iterator is in its data, and how another process comes to the same place
-step_backup   the backup of a step
+"""A `fit` that goes on in the middle of an epoch: `BackupAndRestore(save_freq=2)`, and the place in the data.
 
 Without it backups are of the ends of epochs, and each epoch begins with the first batch of its data, as with Keras's own.
 """

@@ -17,6 +17,7 @@ Note: what cannot be found again. `shuffle` without any seed, and `deterministic
 Python generator of the user's is read from its beginning, in the hope that it yields the same again.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -29,21 +30,11 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from tfdist import errors
-from tfdist.data import EpochIterator
+from tfdist.data import EpochIterator, signature
 from tfdist.data.epoch_iterator import Step
-from tfdist.data.signature import (
-    Signature,
-    dataset_signature,
-    difference,
-    inputs_of,
-    operations_of,
-    unordered,
-    unseeded,
-    unwrapped,
-)
 from tfdist.runtime import random_states, set_random_states
+from tfdist.temporary import attributes
 
-Say = Callable[[str], None]
 Epochs = list[list[Any]]  # that are over, as runs of [number, how they ended]
 
 # Datasets that make the iterators of their inputs when their own is made.
@@ -90,7 +81,7 @@ class EpochLog:
 class _Dropped:
     """Batches that are read and dropped on the way to a place; `say` is called with lines for the user."""
 
-    def __init__(self, say: Say):
+    def __init__(self, say: Callable[[str], None]):
         self._say, self._number, self._told = say, 0, time.monotonic()
 
     def take(self, batches: Iterator[Any], number: int) -> bool:
@@ -111,14 +102,10 @@ class _Dropped:
 
 
 class PositionedIterator(EpochIterator):
-    """An `EpochIterator` that knows where it is, and can begin at a place that another process was at.
-
-    Attributes:
-        log: how its epochs have ended.
-    """
+    """An `EpochIterator` that knows where it is, and can begin at a place that another process was at."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        self.log = EpochLog()
+        self.log = EpochLog()  # how its epochs have ended
         self._journey: Iterator[Step] | None = None  # the steps of the next epoch, if it begins elsewhere
         self._random: Any = None  # the random states at the beginning of the epoch that runs, of a `PyDataset`
         super().__init__(*args, **kwargs)
@@ -133,8 +120,8 @@ class PositionedIterator(EpochIterator):
         given, parts = (getattr(self._distributed_dataset, name, None) for name in ("given", "_datasets"))
         return parts[0] if given is None and parts else given  # parts: of a function of each worker
 
-    def _signature(self) -> Signature | None:
-        return None if self._given_dataset is None else dataset_signature(self._given_dataset)
+    def _signature(self) -> signature.Signature | None:
+        return None if self._given_dataset is None else signature.dataset_signature(self._given_dataset)
 
     def _enumerate_iterator(self) -> Iterable[Step]:
         journey, self._journey = self._journey, None
@@ -150,14 +137,13 @@ class PositionedIterator(EpochIterator):
 
     def unfindable(self) -> str:
         """Returns why the place in these data cannot be found by another process; "" where it can."""
-        signature = [] if self.is_generator or self._is_py_dataset else self._signature() or []
-        for found, why in ((unseeded(signature), "has no seed"), (unordered(signature), "yields its elements in any order")):
-            if found:
-                return (
-                    f"a place in the middle of one cannot be found again in these data: {found[0]} {why}. "
-                    "`keras.utils.set_random_seed(...)` before the data are made seeds what has no seed."
-                )
-        return ""
+        parts = [] if self.is_generator or self._is_py_dataset else self._signature() or []
+        found = [f"{part} has no seed" for part in signature.unseeded(parts)]
+        found += [f"{part} yields its elements in any order" for part in signature.unordered(parts)]
+        if not found:
+            return ""
+        fix = "`keras.utils.set_random_seed(...)` before the data are made seeds what has no seed."
+        return f"a place in the middle of one cannot be found again in these data: {found[0]}. {fix}"
 
     def position(self, batches: int) -> dict[str, Any]:
         """Returns the place behind `batches` of the epoch that runs, with 0 behind its end, as what JSON can carry."""
@@ -172,7 +158,7 @@ class PositionedIterator(EpochIterator):
     def check(self, position: dict[str, Any]) -> None:
         """Raises ValueError for a `position` in the middle of an epoch of other data; warns if none can be known in these."""
         mine, theirs = self._signature(), json.loads(position["signature"] or "null")
-        different = mine and theirs and difference(mine, theirs)
+        different = mine and theirs and signature.difference(mine, theirs)
         if different and position["batches"]:
             raise errors.value_error(
                 f"The backup is of the middle of an epoch, and the data are not those of that epoch: {different} in the backup.",
@@ -199,7 +185,7 @@ class PositionedIterator(EpochIterator):
             return True
         return not self._is_py_dataset and (self._given_dataset is None or _moves_on_when_read(self._given_dataset))
 
-    def go_to(self, position: dict[str, Any], say: Say, starts_anew: bool = False) -> None:
+    def go_to(self, position: dict[str, Any], say: Callable[[str], None], starts_anew: bool = False) -> None:
         """Lets the next epoch begin at a `position`; with None batches: at its end. `say` is called with lines for the user."""
         self._journey = self._steps_from(position, _Dropped(say), starts_anew)
 
@@ -209,9 +195,8 @@ class PositionedIterator(EpochIterator):
             for _ in range(number):
                 self._pass_epoch(end, dropped if reads else None)
                 if starts_anew:
-                    running = self._epoch_iterator  # this one
-                    self.reset()
-                    self._epoch_iterator = running
+                    with attributes(self, _epoch_iterator=None):  # it is this one, which goes on
+                        self.reset()
         if position["random"] is not None and not reads:
             set_random_states(position["random"])
         if batches is None:
@@ -224,16 +209,13 @@ class PositionedIterator(EpochIterator):
 
     def _pass_epoch(self, end: int | None, dropped: _Dropped | None) -> None:
         """Has an epoch that is over once more, without its steps: one that has ended in `end`, as `EpochLog` notes it."""
-        enqueuer = getattr(self.data_adapter, "enqueuer", None)
-        if enqueuer is not None and dropped is None:
-            self.data_adapter.enqueuer = None  # it would read ahead, and keep what it has read
-        with warnings.catch_warnings(), self.catch_stop_iteration():
+        # An enqueuer would read ahead, and keep what it has read.
+        in_place = attributes(self.data_adapter, enqueuer=None) if dropped is None else contextlib.nullcontext()
+        with in_place, warnings.catch_warnings(), self.catch_stop_iteration():
             warnings.simplefilter("ignore")  # that the data have run out was said when they did
             for number, (first, last, batches) in enumerate(self._steps(), start=1):
                 if dropped is not None and not dropped.take(batches, last + 1 - first) or number == end:
                     raise StopIteration
-        if enqueuer is not None:
-            self.data_adapter.enqueuer = enqueuer
 
 
 def _moves_on_when_read(dataset: tf.data.Dataset) -> bool:
@@ -241,13 +223,13 @@ def _moves_on_when_read(dataset: tf.data.Dataset) -> bool:
     waiting = [(dataset, False)]
     while waiting:
         last, is_made_late = waiting.pop()
-        node, name = unwrapped(last)
+        node, name = signature.unwrapped(last)
         if name == "VariantDataset":  # what is inside cannot be seen
             return True
-        if any(op.type.startswith(_KEEPING) for op in operations_of(node)):
+        if any(op.type.startswith(_KEEPING) for op in signature.operations_of(node)):
             return True
         reshuffles = getattr(node, "_reshuffle_each_iteration", False) is not False  # None, as in TensorFlow 1, is True
         if is_made_late and (reshuffles or getattr(node, "_rerandomize", False)):
             return True
-        waiting += [(each, is_made_late or name not in _MADE_AT_ONCE) for each in inputs_of(node)]
+        waiting += [(each, is_made_late or name not in _MADE_AT_ONCE) for each in signature.inputs_of(node)]
     return False

@@ -22,11 +22,10 @@ _LOGS = "_tfdist_logs"  # an attribute of a model
 class StepBackup(FitBackup):
     """A `FitBackup` of the very step, where the place in the data can be found again."""
 
-    _batches, _logs = 0, None  # while a backup of a step is written: what the epoch has had
-
     def _restore(self, strategy: Any, iterator: PositionedIterator, callbacks: Any) -> None:
         iterator.log = EpochLog()  # what was read before a restarted program reads again by itself
         self._iterator = weakref.ref(iterator)  # keeps no data alive
+        self._batches, self._logs = 0, {}  # what the epoch has had
         self._validations: Epochs = []  # that were over before this process began
         super()._restore(strategy, iterator, callbacks)
 
@@ -39,7 +38,7 @@ class StepBackup(FitBackup):
             self._iterator().check(position)
         is_at_end = state["stop_training"] and state["batch"]
         self._iterator().go_to({**position, "batches": None} if is_at_end else position, self._say)
-        self._validations = state["validations"]
+        self._batches, self._validations = state["batch"], state["validations"]
         self._rates = [(v, v.numpy()) for v in getattr(self.model.optimizer, "variables", ()) if v.name == "learning_rate"]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -60,9 +59,12 @@ class StepBackup(FitBackup):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """`batch` is the last one of an execution."""
-        self._batches, self._logs = batch + 1, logs
+        self._batches, self._logs = batch + 1, dict(logs or {})
         super().on_train_batch_end(batch, logs)
-        self._batches, self._logs = 0, None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._batches, self._logs = 0, {}
+        super().on_epoch_end(epoch, logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Lets the first validation begin behind those that are over."""
@@ -77,7 +79,7 @@ class StepBackup(FitBackup):
             "position": self._iterator().position(self._batches),
             # To look at data may make an iterator, each time: so many are behind a validation.
             "validations": self._validations if validated is None else validated.log.past(with_current=True),
-            "logs": dict(self._logs or {}),
+            "logs": self._logs,
         }
         if self._batches:
             arrays["metrics"] = metrics_state(self.model)
