@@ -12,7 +12,7 @@ import tfdist
 
 ROOT = pathlib.Path(tfdist.__file__).parents[1]
 # Whose own tests stand in their folders alone. Many of pipelines and tensor ranks are among the core's.
-ALONE = ["compression", "kernels", "ordering", "shared_memory"]
+ALONE = ["compression", "kernels", "ordering", "resuming", "shared_memory"]
 EXTENSIONS = sorted(path.parent.name for path in (ROOT / "tfdist" / "extensions").glob("*/__init__.py"))
 QUICK = ["losses/test_uneven_batches.py", "sharding/test_variable.py"]
 ROOMS = "mesh runtime collectives placements sharding optimizers losses metrics data checkpoint keras_hooks strategy"

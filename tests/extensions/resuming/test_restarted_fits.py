@@ -5,12 +5,11 @@ import warnings
 
 import keras
 import pytest
-import tensorflow as tf
 from grids import exhaustive
 
 import tfdist
-from tests.checkpoint import restarted_fits
-from tests.checkpoint.restarted_fits import OPTIMIZERS
+from tests.extensions.resuming import restarted_fits
+from tests.extensions.resuming.restarted_fits import OPTIMIZERS
 from tests.workers import job
 
 pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(300)]
@@ -61,55 +60,6 @@ def test_optimizers_beside_that_of_the_model(zero_stage, tmp_path, cpus):
         assert restarted_fits.differences(on(cpus, {"zero_stage": zero_stage}), "pair", "momentum", tmp_path) == []
 
 
-class Closed(keras.Model):
-    """Its step trains the kernels with an optimizer that only the step knows."""
-
-    def __init__(self, second):
-        super().__init__()
-        self.head = keras.layers.Dense(3)
-        self._second = lambda: second
-        self.build((None, 8))
-
-    def build(self, shape):
-        self.head.build(shape)
-        super().build(shape)
-
-    def call(self, x):
-        return self.head(x)
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x))
-        kernel, bias = tape.gradient(loss, [self.head.kernel, self.head.bias])
-        self._second().apply([kernel], [self.head.kernel])
-        self.optimizer.apply([bias], [self.head.bias])
-        return {"loss": loss}
-
-
-@pytest.mark.parametrize("is_attribute", [False, True])
-def test_an_optimizer_that_is_in_no_backup_is_told_of_once(is_attribute, tmp_path, cpus):
-    """Its momentum began anew without a word. One that has trained the model before this `fit` is not meant."""
-    strategy = on(cpus, {"zero_stage": 1})
-    with strategy.scope():
-        second = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9, name="own"))
-        model = Closed(second)
-        earlier = keras.optimizers.SGD(0.1, name="earlier")
-        model.compile(earlier, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        model.fit(restarted_fits.X, restarted_fits.Y, batch_size=8, verbose=0)
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        if is_attribute:
-            model.second_optimizer = second
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        backup = keras.callbacks.BackupAndRestore(tmp_path, save_freq=1)
-        model.fit(restarted_fits.X, restarted_fits.Y, batch_size=8, epochs=2, verbose=0, callbacks=[backup])
-    told = [str(warning.message) for warning in caught if "is in no backup" in str(warning.message)]
-    assert len(told) == (0 if is_attribute else 1), told
-    if told:
-        assert f"The state of the optimizer {second.name!r} (LossScaleOptimizer) is in no backup" in told[0]
-        assert "model.second_optimizer = optimizer" in told[0]
-
-
 # Two workers: many in one job, because its start takes longest.
 
 JOBS = [("pipeline", "accumulating", {"zero_stage": 1, "pipeline_parallel_size": 2})]
@@ -143,7 +93,7 @@ def restarted_together(folder, cases):
     ids=["few", *map("part {}".format, range(1, 7))],
 )
 def test_workers(workers, devices, cases, tmp_path):
-    target = "tests.checkpoint.test_restarted_fits:restarted_together"
+    target = "tests.extensions.resuming.test_restarted_fits:restarted_together"
     with job(tmp_path, workers, target, str(tmp_path / "backups"), cases, devices_per_worker=devices) as running:
         for found in running.results(280):
             assert found == {(model, optimizer, str(settings)): [] for model, optimizer, settings in cases}
