@@ -25,7 +25,7 @@ class StepBackup(FitBackup):
     def _restore(self, strategy: Any, iterator: PositionedIterator, callbacks: Any) -> None:
         iterator.log = EpochLog()  # what was read before a restarted program reads again by itself
         self._iterator = weakref.ref(iterator)  # keeps no data alive
-        self._batches, self._logs = 0, {}  # what the epoch has had
+        self._batches, self._logs = 0, dict[str, Any]()  # what the epoch has had
         self._validations: Epochs = []  # that were over before this process began
         super()._restore(strategy, iterator, callbacks)
 
@@ -49,7 +49,7 @@ class StepBackup(FitBackup):
             return
         self._last_batch_seen = restored["batch"] - 1
         self.model.stop_training = restored["stop_training"]
-        vars(self.model)[_LOGS] = restored["logs"]
+        self.model.__dict__[_LOGS] = restored["logs"]
         for variable, value in self._rates:
             variable.assign(value)
         restore_extra_state(self.model, read_arrays(self._path, "extra"))
