@@ -180,6 +180,18 @@ def test_callbacks_that_know_the_epochs_before(save_freq, tmp_path):
     assert_goes_on(program(), DATA["arrays"], tmp_path / "backup", fails, save_freq, schedulers, first=1)
 
 
+class Evaluates(keras.callbacks.Callback):
+    """Evaluates data that are not those of the validation, when an epoch begins."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.evaluate(X, Y, batch_size=10, verbose=0)
+
+
+def test_a_callback_that_evaluates(tmp_path):
+    """What it read was taken for the validation's data, which began anew."""
+    assert_goes_on(program(), DATA["validation"], tmp_path / "backup", [(1, 2)], callbacks=lambda: [Evaluates()], first=1)
+
+
 class Noting(keras.callbacks.BackupAndRestore):
     """A class of the user's."""
 
