@@ -1,4 +1,4 @@
-"""What is in no backup is told of once."""
+"""What is in no backup is warned of once."""
 
 import warnings
 

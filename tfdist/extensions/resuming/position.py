@@ -9,9 +9,9 @@ has done with them since then is done again, by Keras's own enumeration of an ep
 
 Epochs that are over are read and dropped, too, where reading is what moves the data on: one iterator for many epochs
 (`steps_per_epoch`), a `shuffle` before a `repeat`, `cache` or `shuffle`, which asks for its iterator late, a function that
-writes to a variable (Keras's layers of random augmentation), Python code. A `PyDataset` is told of each epoch, and not asked for
-its batches; the order that Keras shuffles it in, and what it draws from Python's and NumPy's global generators, are found again
-by their states at the beginning of the epoch.
+writes to a variable (Keras's layers of random augmentation), Python code. Of a `PyDataset` the hooks of each epoch are called, and
+no batches asked for; the order that Keras shuffles it in, and what it draws from Python's and NumPy's global generators, are found
+again by their states at the beginning of the epoch.
 
 Note: what cannot be found again. `shuffle` without any seed, and `deterministic=False`: see `PositionedIterator.unfindable`. A
 Python generator of the user's is read from its beginning, in the hope that it yields the same again.
@@ -48,18 +48,18 @@ _MADE_AT_ONCE = set(
 )
 # Operations by which a function that is mapped over elements keeps something beyond its iterator, or may do so.
 _KEEPING = ("Assign", "Rng", "PyFunc", "EagerPyFunc")
-_QUIET_SECONDS = 10.0  # before reading on is told of, and between two lines of it
+_QUIET_SECONDS = 10.0  # before a line says that batches are read, and between two such lines
 
 
 class EpochLog:
-    """How the epochs of an iterator have ended: None behind their last step, or in which step the data had run out.
+    """How the epochs of an iterator have ended: None after their last step, or in which step the data had run out.
 
     Keras leaves an epoch that ends by running out where it is, and makes an iterator more at the end of any other.
     """
 
     def __init__(self) -> None:
         self._ends: list[int | None] = []
-        self._current: int | None = None  # steps begun; None: no epoch, or one that has ended behind its last step
+        self._current: int | None = None  # steps begun; None: no epoch, or one that has ended after its last step
 
     def past(self, with_current: bool = False) -> Epochs:
         """Returns the epochs that are over."""
@@ -146,11 +146,11 @@ class PositionedIterator(EpochIterator):
         return f"a place in the middle of one cannot be found again in these data: {found[0]}. {fix}"
 
     def position(self, batches: int) -> dict[str, Any]:
-        """Returns the place behind `batches` of the epoch that runs, with 0 behind its end, as what JSON can carry."""
+        """Returns the place after `batches` of the epoch that runs, with 0 after its end, as what JSON can carry."""
         return {
             "epochs": self.log.past(with_current=batches == 0),
             "batches": batches,
-            # Behind the end of an epoch the next one begins with what it has left.
+            # After the end of an epoch the next one begins with what it has left.
             "random": self._random if batches or not self._is_py_dataset else random_states(),
             "signature": json.dumps(self._signature()),
         }
@@ -175,7 +175,7 @@ class PositionedIterator(EpochIterator):
     # Going there
 
     def must_be_read(self, starts_anew: bool = False) -> bool:
-        """Whether epochs that are over must be read to come to a place behind them, instead of making their iterators only.
+        """Whether epochs that are over must be read to come to a place after them, instead of making their iterators only.
 
         With `starts_anew` each epoch has an iterator of its own even with `steps_per_epoch`, as `evaluate` has.
         """

@@ -67,7 +67,7 @@ class StepBackup(FitBackup):
         super().on_epoch_end(epoch, logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Lets the first validation begin behind those that are over."""
+        """Lets the first validation begin after those that are over."""
         over, self._validations = self._validations, []
         if over:
             self.model._eval_epoch_iterator.go_to({"epochs": over, "batches": 0, "random": None}, self._say, starts_anew=True)
@@ -77,7 +77,7 @@ class StepBackup(FitBackup):
         place = {
             "batch": self._batches,
             "position": self._iterator().position(self._batches),
-            # To look at data may make an iterator, each time: so many are behind a validation.
+            # A look at the data may make an iterator, in each validation: it is in the log, too.
             "validations": self._validations if validated is None else validated.log.past(with_current=True),
             "logs": self._logs,
         }
@@ -88,6 +88,6 @@ class StepBackup(FitBackup):
 
 @replaces(TRAINER, "_get_metrics_result_or_logs")
 def _logs_of_epoch(original: Callable[..., Any], self: Any, logs: Any) -> Any:
-    """An epoch that goes on from a backup behind its last step has no step whose logs Keras could take."""
+    """An epoch that goes on from a backup after its last step has no step whose logs Keras could take."""
     before = vars(self).pop(_LOGS, None)
     return original(self, logs or before or logs)
