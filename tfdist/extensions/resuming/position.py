@@ -9,9 +9,9 @@ has done with them since then is done again, by Keras's own enumeration of an ep
 
 Epochs that are over are read and dropped, too, where reading is what moves the data on: one iterator for many epochs
 (`steps_per_epoch`), a `shuffle` before a `repeat`, `cache` or `shuffle`, which asks for its iterator late, a function that
-writes to a variable (Keras's layers of random augmentation), Python code. Of a `PyDataset` the hooks of each epoch are called, and
-no batches asked for; the order that Keras shuffles it in, and what it draws from Python's and NumPy's global generators, are found
-again by their states at the beginning of the epoch.
+writes to a variable (Keras's layers of random augmentation), Python code. Of a `PyDataset` the hooks of each epoch are called,
+and no batches read; the order that Keras shuffles it in, and what it draws from Python's and NumPy's global generators, are
+found again by their states at the beginning of the epoch.
 
 Note: what cannot be found again. `shuffle` without any seed, and `deterministic=False`: see `PositionedIterator.unfindable`. A
 Python generator of the user's is read from its beginning, in the hope that it yields the same again.
