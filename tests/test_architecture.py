@@ -67,6 +67,7 @@ LEVELS = {
     "extensions.kernels": 8,
     "extensions.ordering": 8,
     "extensions.pipeline": 8,
+    "extensions.resuming": 8,
     "extensions.shared_memory": 8,
     "extensions.tensor": 8,
     "tools.launch": 9,
@@ -115,6 +116,7 @@ PRIVATE = {
     "strategy/variable_creation.py",
     "strategy/multi_worker_extended.py",
     "extensions/pipeline/stages/masks.py",
+    "extensions/resuming/position.py",
     "extensions/tensor/plans/keras_tracing.py",
 }
 RAW_COLLECTIVES = {f"collectives/transports/{name}.py" for name in ("kernels", "kernel_messages", "member_order")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,13 @@ def loss_function() -> keras.losses.Loss:
 
 def strategy_for(devices: int, zero_stage: int, **settings: Any) -> tfdist.ShardedStrategy:
     return tfdist.ShardedStrategy(names(devices), zero_stage=zero_stage, **settings)
+
+
+def on_two_data_ranks(cpus: list[str], settings: dict[str, Any]) -> tfdist.ShardedStrategy:
+    """Returns a strategy with `settings`, of as many of these devices as two data ranks have."""
+    return tfdist.ShardedStrategy(
+        cpus[: 2 * math.prod(size for name, size in settings.items() if name.endswith("size"))], **settings
+    )
 
 
 def one_device() -> tf.distribute.Strategy:

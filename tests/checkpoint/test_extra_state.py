@@ -7,8 +7,8 @@ import tensorflow as tf
 from grids import exhaustive
 from keras import layers, ops
 
-from tests.checkpoint.restarted_fits import on
 from tests.devices import assert_same_bits
+from tests.training import on_two_data_ranks
 from tfdist.checkpoint.extra_state import extra_state, metrics_state, restore_extra_state, restore_metrics_state
 
 pytestmark = pytest.mark.timeout(300)
@@ -76,7 +76,7 @@ SETTINGS = [
 @pytest.mark.as_traced
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_a_model_goes_on_in_another(settings, tmp_path, cpus):
-    assert_a_model_goes_on_in_another(lambda: on(cpus, settings), tmp_path)
+    assert_a_model_goes_on_in_another(lambda: on_two_data_ranks(cpus, settings), tmp_path)
 
 
 def assert_a_model_goes_on_in_another(make_strategy, tmp_path, wrap=lambda model: model):
@@ -116,7 +116,7 @@ def several():
 @pytest.mark.as_traced
 @pytest.mark.parametrize("settings", [{"zero_stage": 3}], ids=str)
 def test_checkpoints_of_tensorflow_have_seeds_and_optimizers_in_optimizers(settings, tmp_path, cpus):
-    assert_checkpoints_have_seeds_and_optimizers(lambda: on(cpus, settings), several, tmp_path)
+    assert_checkpoints_have_seeds_and_optimizers(lambda: on_two_data_ranks(cpus, settings), several, tmp_path)
 
 
 def assert_checkpoints_have_seeds_and_optimizers(make_strategy, optimizer, tmp_path, wrap=lambda model: model):

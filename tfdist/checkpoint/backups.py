@@ -1,14 +1,10 @@
-"""`BackupAndRestore` under a tfdist strategy: a `fit` that goes on at the very step, in one process and over several workers.
+"""`BackupAndRestore` under a tfdist strategy: a `fit` that goes on with the epoch after the last one, over workers too.
 
-The chief writes a backup, and all train on from the same one. What a backup is of and what is restored when:
+The chief writes a backup, and all train on from the same one. What is restored when:
 
-    before other callbacks begin        weights and the optimizer's state, `backup_file.arrays` of seeds and the like; `fit` is
-                                        told the epoch, and its data the place
+    before other callbacks begin        weights and the optimizer's state, arrays of seeds and the like; `fit` is told the epoch
     after they have begun               what Keras's callbacks know in Python: beginning has emptied it
-    after they have begun an epoch      in the middle of one: metrics, which `fit` has emptied, and learning rates, which a
-                                        scheduler has set a second time
-    after they have ended a step,       a backup is written: so it has what they have done
-    or an epoch
+    after they have ended an epoch      a backup is written: so it has what they have done
 
 Note: several `fit` into one directory. Each has a number, counted by the process; a backup knows that of its own. When a program
 is started again, a `fit` with a smaller number than that of the backup is over, and is passed by.
@@ -33,18 +29,12 @@ from keras.src.utils import file_utils, io_utils
 from tfdist import errors
 from tfdist.checkpoint import backup_file
 from tfdist.checkpoint.callback_states import callback_states, restore_callback_states
-from tfdist.checkpoint.extra_state import (
-    build_optimizers,
-    extra_state,
-    metrics_state,
-    restore_extra_state,
-    restore_metrics_state,
-    trained_variables,
-)
+from tfdist.checkpoint.extra_state import build_optimizers, extra_state, restore_extra_state, trained_variables
 from tfdist.checkpoint.saving import write_on_chief
 from tfdist.checkpoint.staging import copy_file, write_bytes
 from tfdist.checkpoint.unsaved import note_optimizers
 from tfdist.checkpoint.writing_role import all_workers_inside, is_chief
+from tfdist.extensible import Place
 from tfdist.runtime import random_states, remove_after_success, set_random_states, this_run
 
 State = dict[str, Any]
@@ -53,6 +43,7 @@ State = dict[str, Any]
 class FitBackup(keras.callbacks.BackupAndRestore):
     """A `BackupAndRestore` in one `fit`: what is found when it begins, written while it runs, and left at its end.
 
+    Backups are of the ends of epochs, and an epoch begins with the first batch of its data, as with Keras's own.
     `begin` makes one of a callback, and `leave` makes it what it was. With Keras's methods each worker would decide for itself
     which backup is whole, and all would write and remove the same files. All methods are called by all workers at once.
     """
@@ -61,26 +52,25 @@ class FitBackup(keras.callbacks.BackupAndRestore):
     _ended: collections.Counter[str] = collections.Counter()
 
     @classmethod
-    def begin(cls, callback: Any, strategy: Any, data: Any, callbacks: Sequence[Any], build: Callable[[Any], None]) -> None:
+    def begin(cls, callback: Any, strategy: Any, iterator: Any, callbacks: Sequence[Any]) -> None:
         """Makes `callback` a `FitBackup`, and restores what is found, before the other callbacks begin.
 
         Args:
             callback: a `BackupAndRestore`, maybe of a class of the user's, whose own methods come first.
             strategy: the tfdist strategy of its model.
-            data: the data that `fit` reads, a `data.FitData`.
+            iterator: the `data.EpochIterator` of the data that `fit` trains on.
             callbacks: all callbacks of this `fit`.
-            build: `build(model)` builds what the first step would, as far as it can.
         """
-        kind = type(callback)
+        kind = callback._kind = type(callback)
         is_kerass = kind is keras.callbacks.BackupAndRestore
         callback.__class__ = cls if is_kerass else type(kind.__name__, (kind, cls), {})
-        callback._restore(strategy, data, callbacks, build)
+        callback._restore(strategy, iterator, callbacks)
 
     @staticmethod
     def leave(callback: Any) -> None:
         """Makes `callback` what it was before `begin`; of a `fit` that has failed nobody else does."""
         if isinstance(callback, FitBackup):
-            callback.__class__ = type(callback).__bases__[0]
+            callback.__class__ = callback._kind
 
     def _share(self, name: str, value: Any) -> Any:
         return json.loads(self._strategy.share(f"BackupAndRestore/{name}", json.dumps(value) if self._is_chief else ""))
@@ -96,8 +86,8 @@ class FitBackup(keras.callbacks.BackupAndRestore):
 
     # Beginning
 
-    def _restore(self, strategy: Any, data: Any, callbacks: Sequence[Any], build: Callable[[Any], None]) -> None:
-        self._strategy, self._data, self._callbacks, self._build = strategy, data, callbacks, build
+    def _restore(self, strategy: Any, iterator: Any, callbacks: Sequence[Any]) -> None:
+        self._strategy, self._callbacks = strategy, callbacks
         self._directory = str(self.backup_dir)
         self._key = self._directory if file_utils.is_remote_path(self._directory) else os.path.abspath(self._directory)
         self._number = self._ended[self._key]
@@ -106,17 +96,13 @@ class FitBackup(keras.callbacks.BackupAndRestore):
         metadata = self._training_metadata_path, self._prev_training_metadata_path
         self._files = (self._weights_path, self._prev_weights_path), metadata
         self._is_chief = is_chief(strategy)
-        self._current_epoch, self._batches = 0, 0
-        self._logs: dict[str, Any] = {}
+        self._current_epoch = 0
         self._restored: State | None = None
         self._path = ""
         self._finds_steps = True  # whether a backup may be of the middle of an epoch
-        self._rates: list[tuple[Any, Any]] = []
         self.model._initial_epoch = None  # Keras keeps it for the next `fit`
         note_optimizers(self.model)
         self._check_data()
-        if not all(layer.built for layer in self.model._flatten_layers(include_self=True)):
-            build(self.model)
         self._variables = len(self.model.variables)
         found = self._on_chief("found", self._find)
         for line in found["lines"]:
@@ -133,14 +119,15 @@ class FitBackup(keras.callbacks.BackupAndRestore):
             return
         if file_utils.is_remote_path(self._directory):
             why = f"{self._directory} is a remote folder, in which only weights and epoch are kept."
-        elif why := self._share("data", self._data.unfindable()):
-            why = (
-                f"a place in the middle of one cannot be found again in these data: {why}. `keras.utils.set_random_seed(...)` "
-                "before the data are made seeds what has no seed."
-            )
+        else:
+            why = self._share("data", self._unfindable())
         self._finds_steps = not why
         if why and self._is_chief:
             errors.warn(f"`BackupAndRestore(save_freq={self.save_freq})` saves at the end of each epoch only: {why}")
+
+    def _unfindable(self) -> str:
+        """Returns why no place in the middle of an epoch is found again; "" if one is."""
+        return "`tfdist.extensions.resuming`, which goes on in the middle of one, is not installed."
 
     def _find(self) -> State:
         """Returns what this `fit` begins with: the path of a file, if there is any, its state, and lines for the user."""
@@ -212,14 +199,21 @@ class FitBackup(keras.callbacks.BackupAndRestore):
         if state is None:  # of Keras without tfdist
             return
         self.model._initial_epoch = state["epoch"]
-        self._restored = state
+        self._restored, self._current_epoch = state, state["epoch"]
         restore_extra_state(self.model, backup_file.read_arrays(path, "extra"))
         if is_over or state.get("stop_training") and not state["batch"]:
             self.model._initial_epoch = self.params["epochs"]
         if not is_over and "position" in state:
-            self._current_epoch, self._batches = state["epoch"], state["batch"]
-            self._rates = [(v, v.numpy()) for v in getattr(self.model.optimizer, "variables", ()) if v.name == "learning_rate"]
-            self._data.go_to(state, self._say, self._is_chief)
+            self._go_to(state)
+
+    def _go_to(self, state: State) -> None:
+        """Lets training begin at the place in the data that `state` has."""
+        if state["batch"]:
+            raise errors.runtime_error(
+                "The backup is of the middle of an epoch: `tfdist.extensions.resuming`, which goes on from it, is not installed.",
+                path=self._path,
+                fix="Install the whole of tfdist, or remove `backup_dir` to train from the beginning.",
+            )
 
     def _load_weights(self, state: State | None) -> None:
         """Loads the weights, and the state of optimizers, which are built for it; Keras would build `model.optimizer` alone."""
@@ -253,30 +247,15 @@ class FitBackup(keras.callbacks.BackupAndRestore):
     # Running
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Restores, where an epoch goes on in its middle, what its beginning has changed; other callbacks have begun it."""
         self._current_epoch = epoch  # in the first epoch behind a restart Keras's is 0
-        restored, self._restored = self._restored, None
-        if restored is None or not restored["batch"] or "position" not in restored:
-            self._batches = 0
-            return
-        self._last_batch_seen = restored["batch"] - 1
-        self.model.stop_training = restored["stop_training"]
-        for variable, value in self._rates:
-            variable.assign(value)
-        restore_extra_state(self.model, backup_file.read_arrays(self._path, "extra"))
-        if any(not getattr(metric, "built", True) for metric in self.model.metrics):
-            self._build(self.model)
-        restore_metrics_state(self.model, backup_file.read_arrays(self._path, "metrics"))
+        self._restored = None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """`batch` is the last one of an execution."""
-        self._batches, self._logs = batch + 1, dict(logs or {})
         if self._finds_steps:
             super().on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Where no place in the middle of an epoch is found again, backups are of the ends of epochs, whatever `save_freq` is."""
-        self._batches, self._logs = 0, {}
         super().on_epoch_end(epoch, logs)
         if not self._finds_steps and self.save_freq != "epoch":
             self._save_model()
@@ -294,7 +273,7 @@ class FitBackup(keras.callbacks.BackupAndRestore):
             write_on_chief(self._strategy, "BackupAndRestore/previous", self._keep_previous)
         if self._is_chief and file_utils.is_remote_path(self._directory) and not file_utils.exists(self._directory):
             file_utils.makedirs(self._directory)
-        state = self._write(self._weights_path)
+        state = self._write(self._weights_path, {})
         metadata = json.dumps({"epoch": state["epoch"], "batch": state["batch"]}).encode()
         path = self._training_metadata_path
         write_on_chief(self._strategy, "BackupAndRestore/metadata", lambda: _write_bytes(path, metadata))
@@ -304,24 +283,19 @@ class FitBackup(keras.callbacks.BackupAndRestore):
             if file_utils.exists(latest):
                 (file_utils.copy if file_utils.is_remote_path(latest) else copy_file)(latest, previous)
 
-    def _write(self, path: str, **more: Any) -> State:
-        numbers, arrays = callback_states(self._callbacks)
+    def _write(self, path: str, more: State, **arrays: backup_file.State) -> State:
+        numbers, of_callbacks = callback_states(self._callbacks)
         state = {
             "epoch": self._current_epoch,
-            "batch": self._batches,
+            "batch": 0,
             "fit": self._number,
-            **self._data.state(self._batches),
-            "logs": self._logs,
             "callbacks": numbers,
             "optimizers": trained_variables(self.model),
             "stop_training": bool(self.model.stop_training),
             "run": dataclasses.asdict(this_run()),
             **more,
         }
-        groups = {"extra": extra_state(self.model), "callbacks": arrays}
-        if self._batches:
-            groups["metrics"] = metrics_state(self.model)
-        backup_file.write(path, self.model, state, groups)
+        backup_file.write(path, self.model, state, {"extra": extra_state(self.model), "callbacks": of_callbacks, **arrays})
         return state
 
     # Ending
@@ -340,7 +314,7 @@ class FitBackup(keras.callbacks.BackupAndRestore):
             leaves_mark = self._share("job", this_run().job != "" and not file_utils.is_remote_path(self._directory))
             if leaves_mark:
                 curve, epochs = getattr(history, "history", {}), getattr(history, "epoch", [])
-                self._write(self._mark, history=curve, epochs=epochs, random=random_states())
+                self._write(self._mark, {"history": curve, "epochs": epochs, "random": random_states()})
             if self.delete_checkpoint:
                 self._on_chief("remove", lambda: self._remove(leaves_mark))
         if leaves_mark and self._is_chief:
@@ -351,6 +325,9 @@ class FitBackup(keras.callbacks.BackupAndRestore):
         for path in itertools.chain(*self._files) if leaves_mark else [self._directory]:
             if file_utils.exists(path):
                 (file_utils.remove if leaves_mark else file_utils.rmtree)(path)
+
+
+BACKUP: Place[type[FitBackup]] = Place(FitBackup)
 
 
 def _write_bytes(path: str, content: bytes) -> None:

@@ -3,6 +3,5 @@
 from tfdist.data import comparison, parts, signature
 from tfdist.data.device_iterators import DistributedDataset, DistributedDatasetsFromFunction
 from tfdist.data.end_of_data import EndOfData
-from tfdist.data.epoch_iterator import EpochIterator
-from tfdist.data.position import FitData
+from tfdist.data.epoch_iterator import EPOCH_ITERATOR, EpochIterator
 from tfdist.data.split import split_batches

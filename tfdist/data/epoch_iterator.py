@@ -1,25 +1,22 @@
-"""Keras's iterator over the steps of epochs: as many steps on every worker, generators that lose nothing, and where it is.
+"""Keras's iterator over the steps of epochs: as many steps on every worker, and generators that lose nothing.
 
-Private to Keras: `TFEpochIterator` and its adapters; tests/data/test_position.py fails when they change.
+Private to Keras: `TFEpochIterator` and its adapters; tests/data/test_generators.py fails when they change.
 """
 
 import collections
 import contextlib
-import itertools
 import json
 import types
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from tfdist import errors
 from tfdist.data.end_of_data import plain_errors
-from tfdist.runtime import random_states
+from tfdist.extensible import Place
 from tfdist.sharding import config_of
 
 Step = tuple[int, int, Any]  # first and last batch of an execution, and the iterator that has them
@@ -74,17 +71,8 @@ class Tape:
 
 
 class EpochIterator(TFEpochIterator):
-    """Keras's iterator, which is left alone under other strategies.
+    """Keras's iterator, which is left alone under other strategies. Each epoch has its steps from the first batch on."""
 
-    Attributes:
-        log: how its epochs have ended, where that is noted.
-        journey: the steps of the next epoch, behind the way to where it begins, if that is not the beginning.
-        random: the random states at the beginning of the epoch that runs, of a `PyDataset`.
-    """
-
-    log: "EpochLog | None" = None
-    journey: Iterator[Step] | None = None
-    random: Any = None
     _tape: Tape | None = None
     _current_iterator: Any  # Keras's
 
@@ -126,16 +114,6 @@ class EpochIterator(TFEpochIterator):
         """Whether it reads a Python generator, which begins where the user's program has left it."""
         return isinstance(self.data_adapter, GeneratorDataAdapter)
 
-    @property
-    def is_py_dataset(self) -> bool:
-        return isinstance(self.data_adapter, PyDatasetAdapter)
-
-    @property
-    def given_dataset(self) -> tf.data.Dataset | None:
-        """The dataset of this worker that it reads, before it is split for devices."""
-        given, parts = (getattr(self._distributed_dataset, name, None) for name in ("given", "_datasets"))
-        return parts[0] if given is None and parts else given  # parts: of a function of each worker
-
     def reset(self) -> None:
         """Each validation would have a generator's first batches again, and then go on behind those that the one before it has
         read ahead: how many these are differs from worker to worker."""
@@ -150,42 +128,8 @@ class EpochIterator(TFEpochIterator):
             yield
 
     def _enumerate_iterator(self) -> Iterable[Step]:
-        journey, self.journey = self.journey, None
-        return journey or (self._steps() if self.log is None else self.logged_steps())
-
-    def logged_steps(self) -> Iterator[Step]:
-        """Yields the steps of the next epoch, from its beginning, and notes in `log` how it ends."""
-        if self.is_py_dataset:
-            self.random = random_states()
-        return self.log.follow(self._steps())
-
-    def _steps(self) -> Iterable[Step]:
         found = super()._enumerate_iterator()
         return found if self._tape is None else self._tape.used_by(found, self.steps_per_execution)
 
 
-class EpochLog:
-    """How the epochs of an iterator have ended: None behind their last step, or in which step the data had run out.
-
-    Keras leaves an epoch that ends by running out where it is, and makes an iterator more at the end of any other.
-    """
-
-    def __init__(self) -> None:
-        self._ends: list[int | None] = []
-        self._current: int | None = None  # steps begun; None: no epoch, or one that has ended behind its last step
-
-    def past(self, with_current: bool = False) -> list[list[Any]]:
-        """Returns the epochs that are over, as runs of [number, how they ended]."""
-        current = [self._current] if with_current and self._current is not None else []
-        return [[len(list(run)), end] for end, run in itertools.groupby([*self._ends, *current])]
-
-    def follow(self, steps: Iterable[Step]) -> Iterator[Step]:
-        """Yields the `steps` of the next epoch, and notes how it ends."""
-        if self._current is not None:
-            self._ends.append(self._current)
-        self._current = 0
-        for step in steps:
-            self._current += 1
-            yield step
-        self._ends.append(None)
-        self._current = None
+EPOCH_ITERATOR: Place[type[EpochIterator]] = Place(EpochIterator)

@@ -11,10 +11,9 @@ from typing import Any
 import keras
 
 from tfdist import errors
-from tfdist.checkpoint import FitBackup, chief_decides, is_chief, tfdist_strategy
-from tfdist.data import FitData
+from tfdist.checkpoint import BACKUP, chief_decides, is_chief, tfdist_strategy
 from tfdist.keras_hooks.table import replaces
-from tfdist.keras_hooks.trainer import build_for_backup
+from tfdist.keras_hooks.trainer import ITERATOR, build_for_backup
 from tfdist.sharding import config_of
 
 _CHECKPOINT, _CSV = "keras.callbacks.ModelCheckpoint", "keras.callbacks.CSVLogger"
@@ -41,12 +40,15 @@ def _begin_training(original: Callable[..., None], self: Any, logs: Any = None) 
     callbacks before it in the list have done, and not what those behind it have. Each worker would write and remove the same
     files, while others read them. So it becomes a `FitBackup`, which restores before the others begin, and is called last."""
     for callback in [one for one in self.callbacks if isinstance(one, keras.callbacks.BackupAndRestore)]:
-        FitBackup.leave(callback)
+        BACKUP.now.leave(callback)
         strategy = tfdist_strategy(callback.model)
         if strategy is not None:
             self.callbacks.remove(callback)
             self.callbacks.append(callback)
-            FitBackup.begin(callback, strategy, FitData.of(callback.model), self.callbacks, build_for_backup)
+            iterator = vars(callback.model)[ITERATOR]()
+            if not all(layer.built for layer in callback.model._flatten_layers(include_self=True)):
+                build_for_backup(callback.model, iterator)
+            BACKUP.now.begin(callback, strategy, iterator, self.callbacks)
     original(self, logs)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import tensorflow as tf
 
 from tfdist import errors
 from tfdist.checkpoint import tfdist_strategy
-from tfdist.data import EpochIterator, FitData
+from tfdist.data import EPOCH_ITERATOR, EpochIterator
 from tfdist.keras_hooks.table import TENSORFLOW_TRAINER, TRAINER, is_users, replaces
 from tfdist.keras_layers import layer_strategy
 from tfdist.keras_layers.in_stages import InStages, check_is_in_stages
@@ -21,6 +22,8 @@ from tfdist.optimizers.support import check_variables, describe
 from tfdist.sharding import config_of
 from tfdist.sharding.deferral import DEFERRAL
 from tfdist.sharding.sharded_activations import WHOLE
+
+ITERATOR = "_tfdist_iterator"  # an attribute of a model: a reference to what it has looked at last
 
 
 @replaces(
@@ -97,9 +100,9 @@ def _maybe_symbolic_build(original: Callable[..., None], self: Any, iterator: An
     moves a shuffled dataset on. It calls the model on symbols, which a model may not bear. Under a strategy with a pipeline only
     a `PipelineModel` trains and evaluates."""
     check_is_in_stages(self)
-    is_fit = iterator is not None and tfdist_strategy(self) is not None
-    with FitData.noted(self, iterator) if is_fit else contextlib.nullcontext():
-        _build_on_symbols(original, self, iterator, data_batch)
+    if iterator is not None and tfdist_strategy(self) is not None:
+        vars(self)[ITERATOR] = weakref.ref(iterator)  # keeps no data alive
+    _build_on_symbols(original, self, iterator, data_batch)
 
 
 def _build_on_symbols(original: Callable[..., None], self: Any, iterator: Any, data_batch: Any) -> None:
@@ -157,24 +160,16 @@ def _epoch_iterator(_: Any) -> Any:
     """Each worker takes as many steps as its own data, or its own arguments, say. What is read ahead of a generator is lost. What
     a graph raises comes with the graph's traceback, behind which nobody finds the worker whose data have ended. A `fit` that goes
     on from a backup begins its data anew."""
-    return EpochIterator
+    return EPOCH_ITERATOR.now
 
 
-def build_for_backup(model: Any) -> None:
+def build_for_backup(model: Any, iterator: EpochIterator) -> None:
     """Builds, on symbols, what the first step of `fit` would build: a backup is restored before it. Does what it can."""
-    iterator = FitData.of(model).iterator
     specs = tf.nest.map_structure(_spec_of_one_rank, iterator._distributed_dataset.element_spec)
     shapes = [spec.shape[1:] for spec in tf.nest.flatten(specs) if isinstance(spec, tf.TensorSpec)]
     if all(shape.is_fully_defined() for shape in shapes):
         with contextlib.suppress(Exception), model.distribute_strategy.scope():
             model._symbolic_build(data_batch=specs)
-
-
-@replaces(TRAINER, "_get_metrics_result_or_logs")
-def _logs_of_epoch(original: Callable[..., Any], self: Any, logs: Any) -> Any:
-    """An epoch that goes on from a backup behind its last step has no step whose logs Keras could take."""
-    data = FitData.of(self)
-    return original(self, logs if data is None else data.logs(logs))
 
 
 def _spec_of_one_rank(spec: Any) -> Any:

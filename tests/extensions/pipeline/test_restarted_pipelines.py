@@ -5,8 +5,9 @@ import pytest
 from grids import exhaustive
 
 import tfdist
-from tests.checkpoint import restarted_fits
-from tests.checkpoint.restarted_fits import OPTIMIZERS, assert_no_differences, on
+from tests.extensions.resuming import restarted_fits
+from tests.extensions.resuming.restarted_fits import OPTIMIZERS, assert_no_differences
+from tests.training import on_two_data_ranks
 
 pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(300)]
 
@@ -58,7 +59,7 @@ def restarted_together(folder, cases):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("model", "optimizer", "settings"), CASES, ids=str)
 def test_models_and_optimizers(model, optimizer, settings, tmp_path, cpus):
-    assert restarted_fits.differences(on(cpus, settings), MODELS[model], optimizer, tmp_path) == []
+    assert restarted_fits.differences(on_two_data_ranks(cpus, settings), MODELS[model], optimizer, tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 import pytest
 
 import tfdist
-from tests.checkpoint import restarted_fits
-from tests.checkpoint.restarted_fits import OPTIMIZERS, assert_no_differences, on
+from tests.extensions.resuming import restarted_fits
+from tests.extensions.resuming.restarted_fits import OPTIMIZERS, assert_no_differences
+from tests.training import on_two_data_ranks
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.as_traced, pytest.mark.timeout(300)]
 
@@ -27,7 +28,7 @@ def restarted_together(folder, cases):
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize(("model", "optimizer"), [("plan", optimizer) for optimizer in OPTIMIZERS])
 def test_models_and_optimizers(model, optimizer, settings, tmp_path, cpus):
-    assert restarted_fits.differences(on(cpus, settings), MODELS[model], optimizer, tmp_path) == []
+    assert restarted_fits.differences(on_two_data_ranks(cpus, settings), MODELS[model], optimizer, tmp_path) == []
 
 
 def test_workers(tmp_path):

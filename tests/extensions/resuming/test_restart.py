@@ -7,14 +7,14 @@ import pytest
 from grids import exhaustive
 
 from tests import launched
-from tests.strategy import restart_program
+from tests.extensions.resuming import restart_program
 from tests.workers import ROOT
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("batches", "steps"), [exhaustive("3", ["2"]), exhaustive("3,5", ["2", "4"])])
 def test_a_killed_worker_changes_nothing(batches, steps, tmp_path, monkeypatch, capsys):
-    program = ROOT / "tests" / "strategy" / "restart_program.py"
+    program = ROOT / "tests" / "extensions" / "resuming" / "restart_program.py"
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
     options = ["--workers", "2", "--max-restarts", "3", "--cpu"]

@@ -1,6 +1,5 @@
 """A `fit` that is begun again with a new model, from a backup of its middle: for every kind of model and optimizer."""
 
-import math
 import pathlib
 import shutil
 
@@ -131,12 +130,6 @@ def differences(strategy, build, optimizer, folder, save_freq=2, callbacks=(), s
         ranks = enumerate(zip(mine, theirs, strict=True))
         different += [f"{path}, part {rank}" for rank, (a, b) in ranks if not np.array_equal(a, b)]
     return different
-
-
-def on(cpus, settings):
-    """Returns a strategy of two data ranks on these devices."""
-    ranks = 2 * math.prod(size for name, size in settings.items() if name.endswith("size"))
-    return tfdist.ShardedStrategy(cpus[:ranks], **settings)
 
 
 def restarted_together(folder, cases, models=MODELS):

@@ -8,8 +8,7 @@ import pytest
 import tensorflow as tf
 from keras.src.trainers import data_adapters
 
-from tfdist.data import EpochIterator, position
-from tfdist.data.epoch_iterator import EpochLog
+from tfdist.extensions.resuming.position import EpochLog, PositionedIterator
 
 X = np.arange(12, dtype="float32")[:, None]
 
@@ -28,8 +27,8 @@ def through_python(data):
 
 
 def iterator(data, steps_per_epoch=None, **arguments):
-    """Has what `position` looks at."""
-    made = object.__new__(EpochIterator)
+    """Has what `must_be_read` looks at."""
+    made = object.__new__(PositionedIterator)
     made.data_adapter, made.steps_per_epoch = data_adapters.get_data_adapter(data, **arguments), steps_per_epoch
     made._distributed_dataset = types.SimpleNamespace(given=made.data_adapter.get_tf_dataset())
     return made
@@ -52,21 +51,22 @@ READ = {
     "a state of its own": lambda data: with_noise(data).batch(4),
     "hidden by TensorFlow": lambda data: data.shuffle(12).enumerate().map(lambda i, x: x).batch(4),
     "Python": lambda data: through_python(data).batch(4),
+    "of TensorFlow 1": lambda _: tf.compat.v1.data.Dataset.from_tensor_slices(X).shuffle(12).repeat(2).batch(4),
 }
 
 
 @pytest.mark.parametrize("name", [*MADE, *READ])
 def test_what_must_be_read(name):
-    assert position.must_be_read(iterator({**MADE, **READ}[name](rows()))) == (name in READ)
+    assert iterator({**MADE, **READ}[name](rows())).must_be_read() == (name in READ)
 
 
 def test_one_iterator_for_many_epochs():
-    assert position.must_be_read(iterator(rows().batch(4), steps_per_epoch=2))
-    assert not position.must_be_read(iterator(rows().batch(4), steps_per_epoch=2), starts_anew=True)
-    assert not position.must_be_read(iterator(rows().batch(4), steps_per_epoch=3))
-    assert position.must_be_read(iterator(rows().batch(4).repeat(), steps_per_epoch=3))
-    assert not position.must_be_read(iterator(X, batch_size=4, shuffle=True))
-    assert position.must_be_read(iterator((X[:4],) for _ in range(3)))
+    assert iterator(rows().batch(4), steps_per_epoch=2).must_be_read()
+    assert not iterator(rows().batch(4), steps_per_epoch=2).must_be_read(starts_anew=True)
+    assert not iterator(rows().batch(4), steps_per_epoch=3).must_be_read()
+    assert iterator(rows().batch(4).repeat(), steps_per_epoch=3).must_be_read()
+    assert not iterator(X, batch_size=4, shuffle=True).must_be_read()
+    assert iterator((X[:4],) for _ in range(3)).must_be_read()
 
 
 def test_how_epochs_end():
@@ -99,7 +99,7 @@ def test_keras_enumerates_as_is_relied_upon():
         def on_epoch_end(self):
             told.append("end")
 
-    class Counting(EpochIterator):
+    class Counting(PositionedIterator):
         def _get_iterator(self):
             made.append(1)
             return super()._get_iterator()

@@ -1,13 +1,9 @@
 """A `fit` that fails and is started again ends as if nothing had happened: every kind of data, of schedule, of failure.
 
-The restarts are in this process, with everything set back to what a new process begins with; tests/strategy/test_restart.py ends
-processes.
+The restarts are in this process; test_restart.py ends processes.
 """
 
-import collections
-import functools
 import time
-import types
 import warnings
 
 import keras
@@ -17,116 +13,35 @@ import tensorflow as tf
 from grids import exhaustive
 
 import tfdist
+from tests.checkpoint.failing_fits import (
+    BATCH,
+    EPOCHS,
+    ROWS,
+    Fail,
+    Failed,
+    X,
+    Y,
+    arrays,
+    assert_goes_on,
+    assert_same,
+    dataset,
+    processes,
+    program,
+    rows,
+    train,
+)
 from tests.devices import names
-from tfdist.checkpoint import backups
-from tfdist.checkpoint.extra_state import extra_state, restore_extra_state
-from tfdist.runtime import job_run
 
 pytestmark = [pytest.mark.as_traced, pytest.mark.timeout(300)]
-
-ROWS, BATCH, EPOCHS = 20, 4, 3  # 5 steps an epoch
-X = np.random.default_rng(0).normal(size=(ROWS, 6)).astype("float32")
-Y = np.random.default_rng(1).integers(0, 3, size=ROWS)
-
-
-class Failed(Exception):
-    pass
-
-
-class Fail(keras.callbacks.Callback):
-    """Fails when it comes to a step, or to a moment of an epoch."""
-
-    def __init__(self, epoch, when):
-        super().__init__()
-        self.at, self.epoch = (epoch, when), None
-
-    def _look(self, when):
-        if (self.epoch, when) == self.at:
-            raise Failed
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-        self._look("begin")
-
-    def on_train_batch_end(self, batch, logs=None):
-        self._look(batch)
-
-    def on_test_batch_end(self, batch, logs=None):
-        self._look("validation")
-
-    def on_epoch_end(self, epoch, logs=None):
-        self._look("end")
-
-    def on_train_end(self, logs=None):
-        self._look("over")
-
-
-class Program:
-    """A compiled model; `restart` sets it, and the process, back to the program's beginning."""
-
-    def __init__(self, zero_stage, steps_per_execution=1, run_eagerly=False):
-        keras.utils.set_random_seed(11)
-        strategy = tfdist.ShardedStrategy(names(2), zero_stage=zero_stage)
-        with strategy.scope():
-            layers = [keras.layers.Dense(7, activation="tanh"), keras.layers.Dropout(0.4), keras.layers.Dense(3)]
-            self.model = keras.Sequential([keras.Input((6,)), *layers])
-            self.model.compile(
-                keras.optimizers.Adam(0.01),
-                keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-                metrics=["accuracy"],
-                steps_per_execution=steps_per_execution,
-                run_eagerly=run_eagerly,
-            )
-        self.model.optimizer.build(self.model.trainable_variables)
-        self._begin = self.values(), extra_state(self.model)
-
-    def values(self):
-        return [variable.numpy() for variable in [*self.model.variables, *self.model.optimizer.variables]]
-
-    def restart(self):
-        keras.utils.set_random_seed(11)
-        values, extra = self._begin
-        for variable, value in zip([*self.model.variables, *self.model.optimizer.variables], values, strict=True):
-            variable.assign(value)
-        restore_extra_state(self.model, extra)
-        self.model.reset_metrics()
-        self.model._initial_epoch = None
-        self.model.stop_training = False
-
-
-@functools.cache
-def program(zero_stage=0, **arguments):
-    return Program(zero_stage, **arguments)
 
 
 @pytest.fixture
 def process(monkeypatch):
-    """Returns a function that makes this a new process, of a job of that name; "": of none."""
-    for name in ("TFDIST_JOB", "SLURM_JOB_ID"):
-        monkeypatch.delenv(name, raising=False)
-
-    def begin(job):
-        monkeypatch.setenv("TFDIST_JOB", job)
-        monkeypatch.setattr(backups.FitBackup, "_ended", collections.Counter())
-        job_run._process.cache_clear()
-
-    yield begin
-    job_run._process.cache_clear()
+    with processes(monkeypatch) as begin:
+        yield begin
 
 
 # Data, as arguments of `fit`
-
-
-def rows():
-    return tf.data.Dataset.from_tensor_slices((X, Y))
-
-
-def arrays(**arguments):
-    return lambda: {"x": X, "y": Y, "batch_size": BATCH, **arguments}
-
-
-def dataset(make, **arguments):
-    return lambda: {"x": make(rows()), **arguments}
 
 
 def of_unknown_length(data):
@@ -230,44 +145,6 @@ DATA = {
 IN_EVERY_RUN = ["shuffled rows", "of unknown length", "PyDataset"]
 
 
-def train(program, data, callbacks=(), fails=None):
-    """Trains from the program's beginning; returns the history, None if it failed."""
-    program.restart()
-    own = [] if fails is None else [Fail(*fails)]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            history = program.model.fit(**{"epochs": EPOCHS, "verbose": 0, **data()}, callbacks=[*callbacks, *own])
-    except Failed:
-        return None
-    return history
-
-
-def undisturbed(program, data, callbacks=()):
-    history = train(program, data, callbacks)
-    return types.SimpleNamespace(history=history.history, epoch=history.epoch, values=program.values())
-
-
-def assert_goes_on(program, data, folder, fails, save_freq=2, callbacks=lambda: [], first=None):
-    """Fails as often as is said, and ends with the curve, of the epochs that are left, and the weights of an undisturbed run."""
-    expected = undisturbed(program, data, callbacks())
-    for each in [*fails, None]:
-        backup = keras.callbacks.BackupAndRestore(folder, save_freq=save_freq)
-        history = train(program, data, [backup, *callbacks()], each)
-        assert (history is None) == (each is not None), each
-    assert history.epoch == expected.epoch[len(expected.epoch) - len(history.epoch) :]
-    assert first is None or history.epoch[0] == first
-    for name, values in history.history.items():
-        assert values == expected.history[name][-len(values) :], name
-    assert_same(program.values(), expected.values)
-    assert not folder.exists()
-
-
-def assert_same(values, expected):
-    for mine, theirs in zip(values, expected, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
-
-
 # Failures, schedules and callbacks
 
 
@@ -301,6 +178,18 @@ def test_callbacks_that_know_the_epochs_before(save_freq, tmp_path):
     """The rate is lowered in each epoch and on a plateau, training ends early, and the best weights are the first epoch's."""
     fails = [(1, 0), (1, 3)]
     assert_goes_on(program(), DATA["arrays"], tmp_path / "backup", fails, save_freq, schedulers, first=1)
+
+
+class Evaluates(keras.callbacks.Callback):
+    """Evaluates data that are not those of the validation, when an epoch begins."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.model.evaluate(X, Y, batch_size=10, verbose=0)
+
+
+def test_a_callback_that_evaluates(tmp_path):
+    """What it read was taken for the validation's data, which began anew."""
+    assert_goes_on(program(), DATA["validation"], tmp_path / "backup", [(1, 2)], callbacks=lambda: [Evaluates()], first=1)
 
 
 class Noting(keras.callbacks.BackupAndRestore):
@@ -472,89 +361,6 @@ def test_a_remote_folder_has_ends_of_epochs():
     assert int(made.model.optimizer.iterations) == 5 * EPOCHS
 
 
-# Several `fit`, and a `fit` that is over
-
-
-def trained_twice(made, folder, fails_in_second=None):
-    """A program with two `fit` and one callback; returns (epochs, curve, values) of each."""
-    backup = keras.callbacks.BackupAndRestore(folder)
-    first = train(made, DATA["shuffled rows"], [backup])
-    found = [(first.epoch, first.history, made.values(), np.random.random())]
-    own = [] if fails_in_second is None else [Fail(*fails_in_second)]
-    second = made.model.fit(rows().batch(BATCH), epochs=2, verbose=0, callbacks=[backup, *own])
-    return [*found, (second.epoch, second.history, made.values(), np.random.random())]
-
-
-def assert_same_fits(found, expected):
-    for (epochs, curve, values, drawn), (own_epochs, own_curve, own_values, own_drawn) in zip(found, expected, strict=True):
-        assert (epochs, curve, drawn) == (own_epochs, own_curve, own_drawn)
-        assert_same(values, own_values)
-
-
-def test_a_restart_passes_by_what_is_over(process, tmp_path, capsys):
-    made, folder = program(), tmp_path / "backup"
-    process("")
-    expected = trained_twice(made, folder)
-    assert not folder.exists(), "of a process of which nothing is known nothing stays"
-    process("a")
-    with pytest.raises(Failed):
-        trained_twice(made, folder, (1, 2))
-    process("a")
-    found = trained_twice(made, folder)
-    assert_same_fits(found[:1], expected[:1])
-    assert found[1][0] == [1]
-    assert_same(found[1][2], expected[1][2])
-    assert sorted(path.name for path in folder.iterdir()) == ["finished-0.weights.h5", "finished-1.weights.h5"]
-    before = made.model.optimizer.iterations.numpy()
-    process("a")
-    assert_same_fits(trained_twice(made, folder), found)
-    assert made.model.optimizer.iterations.numpy() == before
-    assert capsys.readouterr().out.count("has ended before the restart, and is passed by: its weights are those of") == 3
-    # On purpose, it is another job.
-    process("b")
-    assert_same_fits(trained_twice(made, folder), expected)
-    assert "had the end of an earlier run, not of this job: this run trains" in capsys.readouterr().out
-    process("")
-    assert_same_fits(trained_twice(made, folder), expected)
-    assert not folder.exists()
-
-
-@pytest.mark.parametrize("jobs", [("a", "b"), exhaustive(("", ""))], ids=str)
-def test_whoever_starts_it_goes_on_with_what_is_not_over(jobs, process, tmp_path, capsys):
-    """Whatever the job was: as with Keras. What was over then is passed by, too, with the weights that there are."""
-    made, folder = program(), tmp_path / "backup"
-    process("")
-    expected = trained_twice(made, folder)
-    process(jobs[0])
-    with pytest.raises(Failed):
-        trained_twice(made, folder, (1, 2))
-    process(jobs[1])
-    found = trained_twice(made, folder)
-    assert found[1][0] == [1]
-    assert_same(found[1][2], expected[1][2])
-    words = "its weights are those of" if jobs[0] else "the weights are those of the backup of a later one"
-    assert f"is passed by: {words}" in capsys.readouterr().out
-
-
-def test_training_that_was_stopped_is_over(process, tmp_path):
-    """It was killed between the backup of its last epoch and its end."""
-    made = program()
-
-    def callbacks():
-        return [keras.callbacks.EarlyStopping(monitor="loss", patience=1, min_delta=10.0, restore_best_weights=True)]
-
-    assert_goes_on(made, DATA["arrays"], tmp_path / "backup", [(1, "over")], "epoch", callbacks)
-
-
-def test_a_later_fit_begins_at_its_own_epoch(tmp_path):
-    """Keras keeps the epoch that was restored, and a `fit` behind it leaves out as many."""
-    made = program()
-    backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
-    assert train(made, DATA["arrays"], [backup], (2, 2)) is None
-    assert train(made, DATA["arrays"], [backup]).epoch == [2]
-    assert made.model.fit(X, Y, epochs=2, verbose=0).epoch == [0, 1]
-
-
 @pytest.mark.parametrize("name", [name if name in IN_EVERY_RUN else exhaustive(name) for name in DATA])
 def test_the_place_in_the_data(name, tmp_path):
     assert_goes_on(program(), DATA[name], tmp_path / "backup", [(1, 2), (2, 3)], first=2)
@@ -564,27 +370,3 @@ def test_the_place_in_the_data(name, tmp_path):
 def test_a_py_dataset_goes_on_at_the_beginning_of_an_epoch(name, tmp_path):
     """The second epoch drew again what the first one had drawn."""
     assert_goes_on(program(), DATA[name], tmp_path / "backup", [(1, 2), (2, 1)], "epoch", first=2)
-
-
-class Noise(keras.layers.Layer):
-    """Noise by TensorFlow's random operations, or by Keras's with a generator of the layer."""
-
-    def __init__(self, is_of_keras):
-        super().__init__()
-        self.seeds = keras.random.SeedGenerator(3)
-        self.is_of_keras = is_of_keras
-
-    def call(self, x):
-        shape = tf.shape(x)
-        return x + (keras.random.normal(shape, seed=self.seeds) if self.is_of_keras else tf.random.normal(shape))
-
-
-@pytest.mark.parametrize("is_of_keras", [False, True])
-def test_draws_that_no_backup_has_are_told_of_once(is_of_keras, tmp_path):
-    with tfdist.ShardedStrategy(names(2)).scope():
-        model = keras.Sequential([keras.Input((6,)), Noise(is_of_keras), keras.layers.Dense(3)])
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0, callbacks=[keras.callbacks.BackupAndRestore(tmp_path)])
-    told = [str(warning.message) for warning in caught if "TensorFlow's stateful random operations" in str(warning.message)]
-    assert len(told) == (0 if is_of_keras else 1)
