@@ -1,4 +1,4 @@
-"""Do all workers run the same program? Asked before a traced step runs for the first time, when it can still be told.
+"""Do all workers run the same program? Asked before a traced step runs for the first time, while an error can still be raised.
 
 Within a process `CollectivePlan` compares the ranks while they are traced. Between processes the comparison goes through the
 coordination service: every worker writes the sequence of collectives of its trace and reads the others'.
@@ -69,7 +69,7 @@ class PlanAgreement:
         """
         here = self.coordination.cluster.worker_index
         names, numbers = _numbered(chains)
-        # Workers that share all other groups are told apart by the ranks in groups of their own.
+        # Workers that share all other groups differ by the ranks in groups of their own.
         first = here * self.ranks_per_worker
         alike = [ranks if json.dumps(ranks) in groups else ["own", *(rank - first for rank in ranks)] for ranks in names]
         mine = _digest([digest, alike, numbers])

@@ -9,8 +9,8 @@ All ranks must take the same branch, or some would wait for ever. So what select
 group that meets in it, before the branch is entered: one message of two numbers, and an error where they differ.
 
 Note: order. Collectives of a branch stand on the rank's chain, which the whole `tf.cond` writes: what is emitted outside stands
-before it or after it. What a branch reads from outside must be there before it, and so whatever the outer program still has to
-send for that is sent when the branches have been traced, before TensorFlow makes the `tf.cond` of them.
+before it or after it. Tensors that a branch reads from outside must be there before it, and so whatever the outer program still
+has to send for that is sent when the branches have been traced, before TensorFlow makes the `tf.cond` of them.
 """
 
 import functools

@@ -21,7 +21,7 @@ The ranks of a program have such a sequence: the program. All trace one function
 out. Ranks along the axis "pipe" have different layers, but those with the same ones run the same, and all take what they do and
 their messages from one sequence, that of the schedule in time. A branch that is not taken leaves collectives out for all their
 members, and a part of a sequence is one. A rank begins a step when the one before has ended there, so that the steps' sequences
-stand one behind the other.
+follow each other.
 
 A user's own collectives may have no such sequence. So each traced step is looked at before it runs: the chains of a process's
 ranks by `CollectivePlan`, those of all processes by `PlanAgreement`. Both walk along the chains as the ranks would.

@@ -20,7 +20,7 @@ _KEYS_PER_COMMUNICATOR = 1 << 18
 
 
 class MessageCarrier:
-    """What is asked of a `MessageTransport` before it carries anything."""
+    """The settings of a `MessageTransport`, asked for before it carries anything."""
 
     # Whether messages stand on the chain of the rank's collectives, in program order, as `send` and `receive` do. Then the ranks
     # must all take part in them in one order: none may be received later than in its turn.
@@ -29,7 +29,7 @@ class MessageCarrier:
 
 
 class Carrier:
-    """What is asked of a `Transport` before it carries anything."""
+    """The settings of a `Transport`, asked for before it carries anything."""
 
     hint: str  # `communication_hint` of TensorFlow's kernels, where they move bytes
     messages: MessageCarrier  # how messages between two ranks travel that have no other way
@@ -58,7 +58,7 @@ class Communicator:
         mesh: all ranks of the job.
         transport: how bytes travel, where a group or a pair of ranks has no transport of its own.
         local_ranks: the ranks of this process; None: all.
-        absent_ranks: other ranks of this process, which nobody traces. What the local ones trace is then to be looked at: it
+        absent_ranks: other ranks of this process, which nobody traces. The trace is then for looking at: it
             would hang if it ran.
     """
 

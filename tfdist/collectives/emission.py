@@ -19,7 +19,7 @@ P = TypeVar("P", bound=Part)
 
 
 class NotOnTrialError(Exception):
-    """What is traced on trial holds what must not be: see `Emission.on_trial`."""
+    """Code that is traced on trial holds a collective: see `Emission.on_trial`."""
 
 
 class Emission(Rank):

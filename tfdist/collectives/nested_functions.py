@@ -6,9 +6,9 @@
     def on_rank(x):
         grads = gradients(x)                  in a rank's: traced, or run, where it is called, as without `@tf.function`
 
-What a rank sends and reads has its place in one program, in which weights are gathered, gradients summed and optimizers step; in
-a graph of its own nothing can be sent. `strategy.run` does the same with a `tf.function` that it is given. Functions that are
-compiled (`jit_compile=True`), TensorFlow's own and tfdist's stay what they are.
+The messages and reads of a rank have their places in one program, in which weights are gathered, gradients summed and optimizers
+step; in a graph of its own nothing can be sent. `strategy.run` does the same with a `tf.function` that it is given. Functions
+that are compiled (`jit_compile=True`), TensorFlow's own and tfdist's stay what they are.
 
 The names are private to TensorFlow: tests/test_private_names.py fails when they change.
 """

@@ -1,4 +1,4 @@
-"""What a rank keeps while its step is traced, or runs eagerly, and what each of these parts does at the same points of it.
+"""The parts of a rank's state while its step is traced, or runs eagerly, and when each of them acts.
 
 A program makes its parts in one place and in one order (`strategy.rank_parts`), and calls their methods in that order.
 """

@@ -62,7 +62,7 @@ class CollectiveRecord:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What makes two collectives of a group interchangeable on the wire."""
-        # Messages run side by side, and are told apart by what they are for.
+        # Messages run side by side, and their labels tell which is which.
         own = (self.label,) if self.op == "message" else ()
         return (self.op, self.ranks, self.shape, self.dtype, self.source, *own)
 
@@ -187,7 +187,7 @@ class CollectivePlan:
         return {rank: [one for one in self.records[rank] if one.op != "message"] for rank in self.local_ranks}
 
     def __str__(self) -> str:
-        """What the first local rank runs, in words."""
+        """The first local rank's program, in words."""
         records = self.records[self.local_ranks[0]]
         counts = ", ".join(f"{number} {op}" for op, number in self.counts().items())
         return f"a program of {counts} that begins with {records[0].op} {records[0].label!r}" if records else "an empty program"

@@ -1,4 +1,4 @@
-"""What the collectives of a rank's trace have returned, by whichever transport: how it depends on what ranks have.
+"""The results of a rank's collectives, by whichever transport: how each depends on the ranks' values.
 
     gathered or reduced over the data ranks     the same on all: no rank's own rows
     reduced over the tensor ranks               like what each of them gave, row by row: of the rank's own rows

@@ -48,7 +48,7 @@ def gradient_of_targets(
     `gradient` calls it, with the target and `output_gradients` that it is given. In a step of Keras's trainer the gradients of
     variables of the strategy, and of tensors that are computed of weights alone, are such that reductions, which multiply whole
     ones by the rank's weight, make of them the gradient that one device has. Those of inputs, and of what is computed of rows,
-    are one device's as they are: they count the weight already. In a loop of one's own all are a rank's summands.
+    are one device's as they are: they count the weight already. In a custom training loop all are a rank's summands.
     """
     step, program = trainer_step(), rank_program()
     targets = tf.nest.flatten(target)
@@ -160,7 +160,7 @@ def _seed_of_all_rows(program: RankProgram, given: Any) -> Any:
 
 
 def _seeds_of_shares(program: RankProgram, targets: list[tf.Tensor], given: Any) -> Any:
-    """Returns what a tape in a loop of one's own is to begin with: at what ranks have agreed on, or at a mean for which
+    """Returns what a tape in a custom training loop is to begin with: at what ranks have agreed on, or at a mean for which
     they have, with the rank's weight."""
     is_alone = program.mesh.size("data") == 1 or program.mesh.splits_layers
     if is_alone or not all(map(program.exists_here, targets)):

@@ -1,4 +1,4 @@
-"""What a step does to weights after their update, as Keras does: their moving average and their constraints.
+"""After the update of weights, as Keras does it: their moving average and their constraints.
 
 The exponential moving average (`use_ema`) is kept on the shards. A constraint (`kernel_constraint=...`) may need whole weights.
 """

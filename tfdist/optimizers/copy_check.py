@@ -1,7 +1,7 @@
 """Whether weights of which several ranks hold copies are still the same on all of them: for debugging (`check_drift_every`).
 
-They are updated by each rank from a gradient that must be the same on each. A layer of one's own that forgets a region's border
-breaks that on tensor ranks without any error, and the ranks' models drift apart. Sharding groups have copies, too, of which each
+They are updated by each rank from a gradient that must be the same on each. A custom layer that forgets a region's border
+breaks that on tensor ranks without any error, and the ranks' models drift. Sharding groups have copies, too, of which each
 rank updates its part: they differ where machines compute differently.
 """
 

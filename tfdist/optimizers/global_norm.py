@@ -1,4 +1,4 @@
-"""The norm of the reduced gradient, and its clipping, for a `train_step` or a training loop of one's own."""
+"""The norm of the reduced gradient, and its clipping, for a custom `train_step` or training loop."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from tfdist.sharding.tape_gradients import TapeGradients
 
 
 def global_norm(grads: Sequence[Any], variables: Sequence[Any]) -> tf.Tensor:
-    """Returns the L2 norm of the gradient of the global batch, for a `train_step` or a training loop of your own.
+    """Returns the L2 norm of the gradient of the global batch, for a custom `train_step` or training loop.
 
     Call it on every rank, in the function given to `strategy.run`, with the gradients as they left the tape. At stages 0 to 2
     they are reduced for it; `optimizer.apply` called with the same gradients takes the reduced ones and does not reduce again.
@@ -42,7 +42,7 @@ def global_norm(grads: Sequence[Any], variables: Sequence[Any]) -> tf.Tensor:
 
 
 def clip_by_global_norm(grads: Sequence[Any], variables: Sequence[Any], clip_norm: Any) -> tuple[list[Any], tf.Tensor]:
-    """Clips the gradient of the global batch by its norm, for a `train_step` or a training loop of your own.
+    """Clips the gradient of the global batch by its norm, for a custom `train_step` or training loop.
 
     It stands in the place of `tf.clip_by_global_norm`, which wants whole gradients on every rank, and in eager steps at stages 0
     to 2 would clip each rank's own:

@@ -1,6 +1,6 @@
 """`LossScaleOptimizer` over ranks: one decision, taken by all of them, whether a step is taken or skipped.
 
-Note: the scale before there is one. A `train_step` of one's own scales its loss before its optimizer has been built, in the
+Note: the scale before there is one. A custom `train_step` scales its loss before its optimizer has been built, in the
 trace in which that is: Keras takes the initial scale, a constant, and TensorFlow traces again what has made variables. A rank's
 function is traced once, and what has read the constant is made to read the variable when that is there.
 """

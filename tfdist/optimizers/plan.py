@@ -4,7 +4,7 @@ Backward makes the last layers' gradients first, so the buckets begin there. Wit
 
     reduce 0 (3) · hold back 2 · reduce 1 (2) · hold back 3 · reduce 2 (1) · update (3) · gather 0 (3) · reduce 3 (0) · ...
 
-Bucket 0 is gathered when the next two have been reduced; when one has, where gathers pass behind products. Stage 1, where all
+Bucket 0 is gathered when the next two have been reduced; when one has, where gathers run beside products. Stage 1, where all
 full gradients exist at once, loses no time to waiting for updates between: it reduces all buckets first, but where gathers pass
 so. And so does every stage if all gradients must be there before the first is used, for a norm or for accumulators.
 """
@@ -32,7 +32,7 @@ COMPILER_PAYS_IN_ONE = 2**23
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """What a plan must know of one gradient and its parameter.
+    """One gradient and its parameter, as a plan sees them.
 
     Attributes:
         elements: elements of the full gradient, as it leaves the tape at stages 0 to 2.
@@ -59,7 +59,7 @@ class Gradient:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a plan must know of the strategy and the optimizer.
+    """The strategy and the optimizer, as a plan sees them.
 
     Attributes:
         placements: the ZeRO stage.
@@ -71,7 +71,7 @@ class Settings:
         accumulates_partial_sums: whether each rank accumulates its own gradients, which are reduced in the last of these steps.
         is_shareable: whether one update serves several parameters.
         may_compile: whether updates of very large parameters may be compiled.
-        gathers_soon: whether a gather passes behind backward's products if it stands between reductions, also at stage 1, and as
+        gathers_soon: whether a gather runs beside backward's products if it stands between reductions, also at stage 1, and as
             soon as it can.
         afterwards: what there is to do when the parameters are updated, in every call (`Then`).
     """

@@ -324,7 +324,9 @@ class _Step:
         messages = [*plan.whole_of_shards(gradients, bucket_bytes), *plan.buckets_of(gradients, bucket_bytes)]
         whole = [[self._grads[place] for place in bucket if not gradients[place].is_reduced] for bucket in messages]
         if whole and all(whole) and self._config.mesh.data_parallel_size > 1:
-            gathers = isinstance(self._config.placements.optimizer_state, Shard)  # a bucket's new parameters, behind a later one
+            gathers = isinstance(
+                self._config.placements.optimizer_state, Shard
+            )  # a bucket's new parameters, after a later reduction
             order = self._program.order
             operations = order.operations([gradient for bucket in whole for gradient in bucket])
             order.limit_lead(whole, operations, collectives_each=1 + gathers)

@@ -4,7 +4,7 @@
     values      w1 w1 w1 | w2 | w3 w3        fifteen of Keras's Adam for each of a model's hundred biases, norms and
     slots       m1 m1 m1 | m2 | m3 m3        small kernels cost more in calls than in arithmetic
 
-What is updated side by side, and what by a function that several parameters share, says the plan. Either holds for Keras's own
+The plan says which are updated side by side, and which by a function that several parameters share. Either holds for Keras's own
 elementwise optimizers, whose `update_step` looks at nothing of a parameter but its elements (`support.may_share`).
 """
 

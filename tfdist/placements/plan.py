@@ -40,7 +40,7 @@ class RepairPlan(OfBranch):
 
     Attributes:
         most_bytes: of rows that are gathered, on a rank; 0: none are.
-        bears_shares: whether what reads the tensor may read a rank's share, in a loop of one's own.
+        bears_shares: whether what reads the tensor may read a rank's share, in a custom training loop.
     """
 
     def __init__(self, program: RankProgram):

@@ -177,7 +177,7 @@ class Repair(OfBranch):
         return self._redistribution.make(lambda x, w: tf.math.divide_no_nan(x, tf.cast(w, x.dtype)), tensor, weight)
 
     def as_share(self, tensor: tf.Tensor, label: str) -> Placement:
-        """Returns the placement of `tensor`, a loss of a loop of one's own, in which what is agreed on counts once.
+        """Returns the placement of `tensor`, a loss of a custom training loop, in which what is agreed on counts once.
 
         What the same number is added to that ranks have agreed on is a rank's share, as the loop says it; the number becomes one.
         """
@@ -203,7 +203,7 @@ class Repair(OfBranch):
         return self._program.exists_here(tensor) and self._facts.is_agreed(tensor)
 
     def counts_once(self, tensor: tf.Tensor) -> bool:
-        """Whether `tensor`, a number of a loop of one's own, is that of one device: of what ranks have agreed on."""
+        """Whether `tensor`, a number of a custom training loop, is that of one device: of what ranks have agreed on."""
         is_number = self._program.exists_here(tensor) and isinstance(self._facts.of(tensor), Partial | Replicate)
         return is_number and self._facts.is_of_agreed(tensor)
 

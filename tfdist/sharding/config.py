@@ -183,7 +183,7 @@ class ShardingConfig:
         _at_least(0),
         "a loss or a layer in which rows of the batch meet (negatives of other rows, neighbours, the hardest row) is computed of "
         "the rows of all devices, which are gathered, where a device has at most this many bytes of them (of 1,024 rows, where "
-        "their number is not known when the step is traced). 0: never. What is not gathered is warned of.",
+        "their number is not known when the step is traced). 0: never. Rows that are not gathered raise a warning.",
     )
     use_kernels: bool | None = _setting(
         None,
@@ -203,7 +203,7 @@ class ShardingConfig:
     check_drift_every: int = _setting(
         0,
         _at_least(0),
-        "for debugging layers of one's own: in every so many-th step the weights that all tensor ranks hold are compared, and "
+        "for debugging custom layers: in every so many-th step the weights that all tensor ranks hold are compared, and "
         "the step raises when they differ; 0: never.",
     )
 

@@ -1,6 +1,6 @@
-"""What a program does with a gradient between the tape and the optimizer, read from the graph of the traced step.
+"""The way of a gradient between the tape and the optimizer, read from the graph of the traced step.
 
-Two kinds of operations are told from all others:
+Two kinds of operations are distinguished from all others:
 
     elementwise   g / 4, tf.clip_by_value(g, ...), g1 + g2 of one parameter     as good on a flat shard of the sum as on the whole
     linear        the same without clip_by_value, and g - tf.reduce_mean(g),    as good on a rank's summand as on the sum
@@ -192,7 +192,7 @@ class Sources(Derived):
     """Of which tensors of a given kind others are computed, whatever by, also across the graphs of branches and functions: names.
 
     Args:
-        is_source: whether a tensor is of that kind. What it is computed from itself is not looked for.
+        is_source: whether a tensor is of that kind. Its own sources are not looked for.
     """
 
     def __init__(self, is_source: Callable[[tf.Tensor], bool]):

@@ -4,7 +4,7 @@ import enum
 
 
 class GradientState(enum.Enum):
-    """What a rank has of the gradient of a parameter of P bytes, in a group of N data ranks.
+    """A rank's part in the gradient of a parameter of P bytes, in a group of N data ranks.
 
     * SUMMAND: its own, as the tape has made it, of the parameter's shape: P bytes.
     * SHARD: its part of the sum, a flat shard (L,): P / N bytes.

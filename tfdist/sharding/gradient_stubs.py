@@ -1,4 +1,4 @@
-"""What a tape returns for sharded parameters while a step is traced: stubs of the parameter's shape, filled when they are read.
+"""Gradients of sharded parameters while a step is traced: stubs of the parameter's shape, filled when they are read.
 
 The gradient of a sharded parameter is summed over the data ranks, of which each keeps its shard. What the user's code has in its
 hands looks like one device's gradient; what becomes of it shows from what the code does with it:
@@ -8,7 +8,7 @@ hands looks like one device's gradient; what becomes of it shows from what the c
     it is read by something else (a norm, a mask, a       the shards are gathered: the sum, whole, as one device has it, and the
     centred gradient, a histogram)                         same on all ranks
     it is returned from the function of the rank, added    the rank's own summand, as at other stages: the caller sums
-    to a variable in a loop of one's own, or given to a
+    to a variable in a custom training loop, or given to a
     collective by the user's code, which sums it
 
 Gathering makes all gradients exist whole, as at stage 1, and adds a third to what a step sends.
@@ -60,7 +60,7 @@ class Stub:
 
 
 class _OnShards(gradient_graph.Derived):
-    """What is an elementwise function of sums of one layout, and of scalars: layouts. It is as good on the ranks' shards."""
+    """The layout of each tensor that is an elementwise function of sums of one layout, and of scalars: as good on shards (L,)."""
 
     def __init__(self, leaf: Callable[[tf.Tensor], Layout | None], program: RankProgram):
         super().__init__(leaf)
@@ -78,7 +78,7 @@ class _OnShards(gradient_graph.Derived):
         return gradient_graph.scalar_of(tensor)
 
     def _finished(self, image: tf.Tensor, output: tf.Tensor) -> tf.Tensor:
-        """Returns a shard with zeros behind it, where the function has made something else of those."""
+        """Returns a shard whose padding is zeros again, where the function has made something else of it."""
         layout = self.of(output)
         start, stop = layout.flat_range(self._coordinate)
         missing = layout.shard_elements - (stop - start)
@@ -118,8 +118,7 @@ class GradientStubs(OfBranch):
         self._get_sums.add(self._program.graph.capture(handle).name)
 
     def gets_summand(self, operation: tf.Operation, tensor: tf.Tensor) -> bool:
-        """Whether `operation` adds `tensor`, linear in gradients, to a variable in a loop of one's own: at all stages this rank's
-        summand."""
+        """Whether `operation` adds `tensor`, linear in gradients, to a variable in a custom training loop: the summand."""
         is_of_trainer = self._program.part(GradientWeight).is_of_trainer
         handles = None if is_of_trainer else gradient_graph.written(operation, tensor)
         return handles is not None and not any(handle.name in self._get_sums for handle in handles)
@@ -169,7 +168,7 @@ class GradientStubs(OfBranch):
         self.fill([stub for stub in missing if not all(gets_summand for *_, gets_summand in self._readers(stub.tensor))])
 
     def write_summands(self) -> None:
-        """Lets variables that are written in a loop of one's own get this rank's summands."""
+        """Lets variables that are written in a custom training loop get this rank's summands."""
         for stub in self._stubs.values():
             for operation, tensor, gets_summand in list(self._readers(stub.tensor)):
                 if gets_summand:

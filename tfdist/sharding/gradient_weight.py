@@ -1,4 +1,4 @@
-"""What a rank's gradients count where they are summed over the data axis."""
+"""The weight of a rank's gradients in their sum over the data axis."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from tfdist.collectives import Part, RankProgram
 class GradientWeight(Part):
     """What one rank's gradients count in one trace. A part of its state.
 
-    In a training loop of one's own a rank's gradient is its summand and counts 1, which is no weight. In a step of Keras's
+    In a custom training loop a rank's gradient is its summand and counts 1, which is no weight. In a step of Keras's
     trainer it is the gradient of the rank's own mean, and counts the rank's share of the batch's rows:
 
         gradient that the reduction gets                               it is multiplied by

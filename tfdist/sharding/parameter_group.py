@@ -29,8 +29,8 @@ class ParameterGroups:
     Small layers of one model share a group, in the order in which they were made, so that a message carries more than a bias:
     layers are added while the group holds at most `group_bytes`. A larger layer has a group of its own. The model is the
     outermost layer that is being called: no group spans two models that are called one beside the other, and a layer that both
-    have is in a group of each. What is read while nothing is called (for a penalty on weights) is in the group it was last read
-    with, or in its layer's.
+    have is in a group of each. A parameter that is read while nothing is called (for a penalty on weights) is in the group it was
+    last read with, or in its layer's.
 
     Groups follow from what the model is made of when the step is traced, and not from what else lives or has lived: workers that
     trace the same step make the same groups.
@@ -70,7 +70,7 @@ class ParameterGroups:
 
 
 def gathered_together(layers: Iterable[tuple[Any, Mapping[Key, int]]], grouped: Collection[Key], group_bytes: int) -> list[Key]:
-    """Returns the keys of the first layer's parameters, and of those of small layers behind it, that are not `grouped` yet.
+    """Returns the keys of the first layer's parameters, and of those of small layers after it, that are not `grouped` yet.
 
     Args:
         layers: layers of a model, in the order in which they made their first parameters, each with the bytes of its own.

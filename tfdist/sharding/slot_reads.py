@@ -1,4 +1,4 @@
-"""What a rank's function reads and writes of an optimizer's slots itself: their whole values, as on one device.
+"""Slots of an optimizer that a rank's function reads and writes itself: their whole values, as on one device.
 
 optimizer.apply(grads, weights)                     the optimizer's own step: the rank's shard, which it updates
 keras.ops.norm(optimizer._momentums[0])             gathered: one message for each read

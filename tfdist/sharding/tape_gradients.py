@@ -1,18 +1,18 @@
 """What tapes return for whole parameters while a step is traced (stages 0 to 2), and what the user's code reads of it.
 
 A tape returns a rank's own summand. An optimizer sums it over the ranks, and as long as the code between does something linear
-(a scale, a mask, a centred gradient), it may do so with summands. What is not linear (clipping, norms, noise, a penalty of the
-weight that is added) is one device's only of the sum: the operations that read a gradient so are made to read the sum, whole and
-the same on all ranks, which is reduced for them. What follows from that is whole, too, and is not summed again.
+(a scale, a mask, a centred gradient), it may do so with summands. Operations that are not linear (clipping, norms, noise, a
+penalty of the weight that is added) are one device's only of the sum: the operations that read a gradient so are made to read the
+sum, whole and the same on all ranks, which is reduced for them. What follows from that is whole, too, and is not summed again.
 
     grads = tape.gradient(loss, weights)                    summands
     grads = [g / 4 for g in grads]                          summands still
     grads, norm = tf.clip_by_global_norm(grads, 1.0)        reads the sums: reduced here, once
     optimizer.apply(grads, weights)                         is given what is whole
 
-What is only returned from the function of the rank is its summand: the caller sums. So is what the user's code gives a
-collective, which sums it, and what is added to a variable that is no parameter, in a loop of one's own. A parameter, and in a
-step of Keras's trainer every variable, gets the sum; so does a slot of an optimizer, of which a rank stores its part.
+A gradient that is only returned from the function of the rank is its summand: the caller sums. So is one that the user's code
+gives a collective, which sums it, and what is added to a variable that is no parameter, in a custom training loop. A parameter,
+and in a step of Keras's trainer every variable, gets the sum; so does a slot of an optimizer, of which a rank stores its part.
 """
 
 import contextlib

@@ -27,7 +27,7 @@ _told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def agreed(outputs: Any, program: RankProgram) -> Any:
-    """Returns the `outputs` of the function of a loop of one's own, with numbers of the whole batch marked as such: what needs
+    """Returns the `outputs` of the function of a custom training loop, with numbers of the whole batch marked as such: what needs
     the rows of all ranks, and the greatest and smallest of these."""
     is_alone = program.is_eager or program.mesh.size("data") == 1 or program.mesh.splits_layers
     if is_alone or program.part(RankRows).are_means:

@@ -1,4 +1,4 @@
-"""What is said beside an error of shapes in the function of a rank, which may have wanted all rows of a batch."""
+"""The note of an error of shapes in the function of a rank, which may have wanted all rows of a batch."""
 
 import contextlib
 import re

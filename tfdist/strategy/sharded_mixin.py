@@ -1,4 +1,4 @@
-"""What the strategies share: their settings, each a keyword argument of a strategy, and what a user can ask them."""
+"""Common to the strategies: settings, each a keyword argument of a strategy, and the questions that a user can ask them."""
 
 import contextlib
 import dataclasses

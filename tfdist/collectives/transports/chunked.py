@@ -58,7 +58,7 @@ class Chunked(Ring):
     ) -> Iterator[tuple[str, tf.Tensor]]:
         """Yields labels and pieces of `x`, seen as of `shape`, cut along its last axis; of a piece one in `hops` travels at once.
 
-        What is emitted before the next is asked for stands on the piece's lane. What is not cut stays as it is.
+        A piece's collective is emitted on its lane, before the next piece is asked for. Small tensors are not cut.
         """
         elements = x.shape[len(shape) - 1 :].num_elements()
         if elements is None:

@@ -1,6 +1,6 @@
 """TensorFlow's collective kernels as transports: the ring on CPUs and on virtual GPUs, NCCL on physical GPUs.
 
-Facts behind what differs (TensorFlow 2.21):
+Why they differ (TensorFlow 2.21):
 
 * Only the hint "nccl" on a GPU group selects NCCL; "auto" means the ring, on GPUs too.
 * ReduceScatterV2 has no CPU kernel: there a reduce-scatter is an all-to-all and a local sum, which moves the same bytes.
@@ -54,7 +54,7 @@ _TWO_MESSAGES_FROM_BYTES = 2**20
 
 
 class Kernels(Transport):
-    """What the ring and NCCL have in common."""
+    """Common code of the ring and NCCL."""
 
     def all_reduce(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str, reduce_op: str) -> tf.Tensor:
         carried = tf.cast(x, reduction_dtype(program, x.dtype))
@@ -159,7 +159,7 @@ class Nccl(Kernels):
         return tf.cast(by_sum(carried, x.shape, arguments), x.dtype)
 
     def reduce_scatter(self, program: Emission, x: tf.Tensor, ranks: Ranks, label: str, dtype: tf.DType) -> tf.Tensor:
-        """What is summed on the way travels in the wider of both dtypes."""
+        """NCCL sums on the way, in the wider of both dtypes."""
         if sum_dtype(x.dtype) != x.dtype and self.exchanges(program.communicator, ranks):
             return self._sum_of_exchanged(program, x, ranks, label, dtype)
         wide = reduction_dtype(program, dtype if dtype.size > x.dtype.size else x.dtype)
