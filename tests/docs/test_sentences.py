@@ -36,3 +36,13 @@ def test_no_sentence_is_too_long(page):
     found = [(number_of_words(sentence), sentence) for sentence in sentences(page.read_text("utf-8"))]
     long = [f"{page.relative_to(ROOT)}, {words} words: {sentence}" for words, sentence in found if words > MOST_WORDS]
     assert not long, f"{len(long)} sentences of more than {MOST_WORDS} words:\n" + "\n".join(long)
+
+
+def test_sentences_are_found():
+    text = (
+        "# Head\nOne `f(a, b)` [link](a/c.md).\nTwo: three\n* four\n\n"
+        "| five | six. Seven |\n|---|---|\n\n```sh\nno\n```\n<!-- no -->\n\n    no"
+    )
+    found = [sentence for sentence in sentences(text) if number_of_words(sentence)]
+    assert found == ["# Head One `f` [link].", "Two:", "three", "* four", "five", "six.", "Seven"]
+    assert number_of_words(" ".join(["word"] * 36)) > MOST_WORDS

@@ -154,8 +154,8 @@ def _not_called(model: Any) -> Iterator[None]:
 
 @replaces("keras.src.backend.tensorflow.trainer", "TFEpochIterator")
 def _epoch_iterator(_: Any) -> Any:
-    """Each worker takes as many steps as its own data, or its own arguments, say. What is read ahead of a generator is lost. What
-    a graph raises comes with the graph's traceback, behind which nobody finds the worker whose data have ended. A `fit` that goes
+    """Each worker takes as many steps as its own data, or its own arguments, say. Batches read early from a generator are lost.
+    An error of a graph comes with the graph's traceback, in which nobody finds the worker whose data have ended. A `fit` that goes
     on from a backup begins its data anew."""
     return EpochIterator
 
@@ -172,7 +172,7 @@ def build_for_backup(model: Any) -> None:
 
 @replaces(TRAINER, "_get_metrics_result_or_logs")
 def _logs_of_epoch(original: Callable[..., Any], self: Any, logs: Any) -> Any:
-    """An epoch that goes on from a backup behind its last step has no step whose logs Keras could take."""
+    """An epoch that goes on from a backup after its last step has no step whose logs Keras could take."""
     data = FitData.of(self)
     return original(self, logs if data is None else data.logs(logs))
 

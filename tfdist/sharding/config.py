@@ -142,7 +142,9 @@ class ShardingConfig:
         "stage 3: what is gathered, and freed, at once: a layer, or consecutive layers of a model up to this many bytes, because "
         "small messages cost what large ones do; 0: each layer alone.",
     )
-    prefetch: int = _setting(1, _at_least(0), "stage 3: how many groups are gathered before the one in use is over; each takes memory.")
+    prefetch: int = _setting(
+        1, _at_least(0), "stage 3: how many groups are gathered before the one in use is over; each takes memory."
+    )
     reshard_after_forward: bool = _setting(
         True,
         _one_of(True, False),

@@ -44,9 +44,9 @@ class PipelineModel(keras.Model, InStages):
         model.fit(dataset)
 
     What it saves: a rank holds 1/p of the weights, gradients and optimizer state, and with "1f1b" the activations of at most p
-    microbatches. It holds those of all, whatever the schedule, where a loss is no mean over rows (a root, Dice). What it costs: at the start and
-    end of a step ranks wait for each other, (p-1)/m of the ideal time with m microbatches; and the activations that pass between
-    stages.
+    microbatches. It holds those of all, whatever the schedule, where a loss is no mean over rows (a root, Dice). What it costs:
+    at the start and end of a step ranks wait for each other, (p-1)/m of the ideal time with m microbatches; and the activations
+    that pass between stages.
 
     The life of a weight: under a strategy with a pipeline, layers put off making their weights. `PipelineModel` makes each weight
     on the ranks whose stages use it. A weight that stages share (an embedding that is the output head, too) is on several ranks;
