@@ -31,7 +31,8 @@ def validate(schedule: Table | Any, *, max_in_flight: int | None = None) -> None
     Raises:
         ValueError: the rows do not make a table; the number of ranks does not divide the number of stages. Or an action is
             missing, there twice or on another rank than `stage_index % num_ranks`; actions wait for each other in a circle; or a
-            rank holds more than `max_in_flight`. The error's text ends with the grid, in which the actions in question are marked.
+            rank holds more than `max_in_flight`. The error's text ends with the grid, in which the actions in question are
+            marked.
     """
     table = getattr(schedule, "table", schedule)
     num_stages, num_microbatches, _ = sizes_of(table)
