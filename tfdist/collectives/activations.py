@@ -1,8 +1,8 @@
 """Collectives of activations: tensors (batch, ..., features) whose leading sizes are often known at run time only.
 
 The ranks of a group along "tensor" or "pipe" compute on the same examples, so their activations have one shape, whatever it
-turns out to be. Static sizes travel as they are. Else the dimensions from the last unknown one to the left are taken as rows,
-and the rows are padded to a power of two, because a collective's key is bound to one shape for the life of the process:
+turns out to be. Static sizes travel as they are. Else the dimensions from the last unknown one to the left are taken as rows.
+The rows are padded to a power of two, because a collective's key is bound to one shape for the life of the process:
 
     (None, 65, 32)   rows of (65, 32)     40 examples travel as 64
     (None, None, 32) rows of (32,)        40 x 65 = 2600 positions travel as 4096

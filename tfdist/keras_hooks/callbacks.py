@@ -37,7 +37,7 @@ def _checkpoint_path(original: Callable[..., str], self: Any, epoch: int, batch:
 @replaces("keras.callbacks.CallbackList", "on_train_begin")
 def _begin_training(original: Callable[..., None], self: Any, logs: Any = None) -> None:
     """`BackupAndRestore` goes on from the beginning of an epoch, with weights that may have had its first steps. It has what
-    callbacks before it in the list have done, and not what those behind it have. Each worker would write and remove the same
+    callbacks before it in the list have done, and not what those after it have. Each worker would write and remove the same
     files, while others read them. So it becomes a `FitBackup`, which restores before the others begin, and is called last."""
     for callback in [one for one in self.callbacks if isinstance(one, keras.callbacks.BackupAndRestore)]:
         BACKUP.now.leave(callback)

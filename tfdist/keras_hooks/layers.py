@@ -18,7 +18,7 @@ from tfdist.sharding.sharded_activations import WHOLE
 
 @replaces("keras.layers.Layer", "_maybe_build")
 def _maybe_build(original: Callable[..., None], self: Any, call_spec: Any) -> None:
-    """A layer that is put behind layers of a strategy belongs to it, also outside `scope()`, where Keras makes plain weights."""
+    """A layer that is put after layers of a strategy belongs to it, also outside `scope()`, where Keras makes plain weights."""
     if self.built:
         return
     with layer_strategy.scope_of(layer_strategy.layers_before(call_spec.arguments_dict)):

@@ -164,7 +164,7 @@ def _gradient(
     output_gradients: Any = None,
     unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
 ) -> Any:
-    """In a `train_step` of one's own the gradient is that of a rank's own mean, and must count what the rank has of the batch.
+    """In a custom `train_step` the gradient is that of a rank's own mean, and must count what the rank has of the batch.
     What reads it before an optimizer does must read the sum over the ranks."""
 
     def gradient(targets: Any, seeds: Any) -> Any:

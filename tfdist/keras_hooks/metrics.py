@@ -19,7 +19,7 @@ from tfdist.sharding import config_of, placement, request_placement
 @replaces("keras.metrics.Metric", "__init__")
 def _init(original: Callable[..., None], self: Any, dtype: Any = None, name: str | None = None) -> None:
     """A rank updates a metric with its own rows, and in a step its result is that of the rank: wrong for what is no sum over
-    rows, and for results that a step of one's own logs. Every subclass has methods of its own, so `update_state` and `result` are
+    rows, and for results that a custom step logs. Every subclass has methods of its own, so `update_state` and `result` are
     replaced in each class: in those that exist when tfdist is first used, and in others when one is made."""
     for kind in type(self).__mro__:
         if issubclass(kind, keras.metrics.Metric) and kind is not keras.metrics.Metric:

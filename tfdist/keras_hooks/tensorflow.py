@@ -230,7 +230,7 @@ def _enable_collective_ops(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _ZEROS = """The gradient of a loop starts from zeros of the shape that a variable is found to have when the loop runs. Nothing is
-found behind the handle by which tapes know a sharded variable as a whole: where the shape is known, that is taken."""
+found at the handle by which tapes know a sharded variable as a whole: where the shape is known, that is taken."""
 
 
 @replaces("tensorflow.python.ops.while_v2", "_zeros_like", why=_ZEROS)

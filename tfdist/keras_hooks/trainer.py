@@ -157,9 +157,9 @@ def _not_called(model: Any) -> Iterator[None]:
 
 @replaces("keras.src.backend.tensorflow.trainer", "TFEpochIterator")
 def _epoch_iterator(_: Any) -> Any:
-    """Each worker takes as many steps as its own data, or its own arguments, say. What is read ahead of a generator is lost. What
-    a graph raises comes with the graph's traceback, behind which nobody finds the worker whose data have ended. A `fit` that goes
-    on from a backup begins its data anew."""
+    """Each worker takes as many steps as its own data, or its own arguments, say. Batches read early from a generator are lost.
+    An error of a graph comes with the graph's traceback, in which nobody finds the worker whose data have ended. A `fit` that
+    goes on from a backup begins its data anew."""
     return EPOCH_ITERATOR.now
 
 

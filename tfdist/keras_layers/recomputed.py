@@ -17,7 +17,7 @@ def recompute(model: keras.Model, layers: str | Sequence[keras.Layer]) -> keras.
     """Lets layers of a model be computed a second time in backward, so that what they compute is not kept until then.
 
     Of such a layer only what it takes and returns is kept from forward to backward. When backward comes to it, its forward runs
-    again, once that of the layers behind it is through: of one layer at a time all is there. It costs a forward of these layers
+    again, once that of the layers after it is through: of one layer at a time all is there. It costs a forward of these layers
     in each step, a third more work at most, and hardly a message: at `zero_stage=3` the weights that backward gathers anyway
     serve both, but for those in front of a message between tensor ranks. Dropout draws its mask once, statistics move on once,
     and the results are those of the model as it was.

@@ -1,9 +1,9 @@
 """Level 5: Keras losses of the global batch.
 
-In a step of Keras's trainer (`fit`, `evaluate`, ...) a rank's loss is its *own mean* over what it has, whether Keras or the user
-computes it, and counts the rank's part of the batch's rows where gradients are reduced and numbers are logged: see
-`trainer_step`. A function of numbers of all rows is one device's: the ranks agree on these (see `placements.repair`); what cannot
-be mended is told once.
+In a step of Keras's trainer (`fit`, `evaluate`, ...) a rank's loss is its *own mean* over its rows, whether Keras or the user
+computes it. It counts the rank's part of the batch's rows where gradients are reduced and numbers are logged: see
+`trainer_step`. A function of numbers of all rows is one device's: the ranks agree on these (see `placements.repair`); for what
+cannot be repaired it warns once.
 
 In a custom training loop a Keras loss whose reduction is a mean is, inside `strategy.run`, the rank's *share* of the global
 batch's loss, whatever part of the batch the rank got. The shares add up to the loss that one device would compute, and their

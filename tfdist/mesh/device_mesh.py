@@ -58,7 +58,7 @@ class DeviceMesh:
 
     Raises:
         ValueError: there are no devices, a size is not a positive integer, `pipeline_parallel_size * tensor_parallel_size` does
-            not divide the number of devices, or `sharding_group_size` not that of data ranks; or a group has some ranks of a
+            not divide the number of devices, or `sharding_group_size` not that of data ranks. Or a group has some ranks of a
             host, and not its others, besides ranks of another host.
     """
 
@@ -148,7 +148,7 @@ class DeviceMesh:
         return self.num_shards < self.data_parallel_size
 
     def shard_rank(self, coordinate: Coordinate) -> int:
-        """Returns the place of the rank at `coordinate` among those over which its sharding group shards."""
+        """Returns the place of the rank at `coordinate` in the list of those over which its sharding group shards."""
         return coordinate.data % self.num_shards
 
     def spans_hosts(self, ranks: Sequence[int]) -> bool:

@@ -114,7 +114,7 @@ class ShardingConfig:
         1,
         _at_least(1, fix="1 turns it off."),
         "how many ranks share each sharded layer: those of `tfdist.layers`, or of a model that `tfdist.parallelize` has sharded. "
-        "The batch is divided among `devices / tensor_parallel_size` replicas.",
+        "The batch is divided over `devices / tensor_parallel_size` replicas.",
     )
     pipeline_parallel_size: int = _setting(
         1,
@@ -132,7 +132,7 @@ class ShardingConfig:
     ranks_per_host: int | None = _setting(
         None,
         _or_none(_at_least(1, fix="None finds the hosts.")),
-        "how many consecutive ranks, one for each device, share a host: `last_plan` tells apart what travels between hosts. "
+        "how many consecutive ranks, one for each device, share a host: `last_plan` separates what travels between hosts. "
         "None: in one process all ranks do; over several workers those whose addresses in TF_CONFIG name the same host.",
     )
     bucket_bytes: int = _setting(8 * 2**20, _at_least(1), "stages 0-2: gradients travel in messages of about this many bytes.")
@@ -142,7 +142,9 @@ class ShardingConfig:
         "stage 3: what is gathered, and freed, at once: a layer, or consecutive layers of a model up to this many bytes, because "
         "small messages cost what large ones do; 0: each layer alone.",
     )
-    prefetch: int = _setting(1, _at_least(0), "stage 3: how many groups are gathered ahead of the one in use; each takes memory.")
+    prefetch: int = _setting(
+        1, _at_least(0), "stage 3: how many groups are gathered before the one in use is over; each takes memory."
+    )
     reshard_after_forward: bool = _setting(
         True,
         _one_of(True, False),
@@ -174,7 +176,7 @@ class ShardingConfig:
     kept_bytes: int = _setting(
         2**30,
         _at_least(0),
-        "stage 3: a model that is called eagerly, outside replicas, puts its weights together on the first device; up to this "
+        "stage 3: a model that is called eagerly, outside replicas, puts its weights together on the first device. Up to this "
         "many bytes of them stay there until they change, or a step begins that may change them. In one process only: see "
         "`gathered`.",
     )
@@ -182,8 +184,8 @@ class ShardingConfig:
         64 * 2**20,
         _at_least(0),
         "a loss or a layer in which rows of the batch meet (negatives of other rows, neighbours, the hardest row) is computed of "
-        "the rows of all devices, which are gathered, where a device has at most this many bytes of them (of 1,024 rows, where "
-        "their number is not known when the step is traced). 0: never. Rows that are not gathered raise a warning.",
+        "the rows of all devices. They are gathered where a device has at most this many bytes of them (of 1,024 rows, where "
+        "their number is not known when the step is traced). 0: never. A loss whose rows are not gathered warns.",
     )
     use_kernels: bool | None = _setting(
         None,

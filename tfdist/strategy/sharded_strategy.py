@@ -25,7 +25,7 @@ class ShardedStrategy(ShardedStrategyMixin, tf.distribute.MirroredStrategy):
         2 (default)  4            4/N         8/N               4 + 12/N     2
         3            4/N          4/N         8/N               16/N         3, and layers are gathered when used
 
-    Life of a step: each rank computes on its part of the global batch; gradients are summed and sharded; each rank steps the
+    Life of a step: each rank computes on its part of the global batch; gradients are summed and sharded. Each rank steps the
     optimizer on its part; the updated parts are shared (stages 1, 2) or stay where they are (stage 3).
 
         strategy = tfdist.ShardedStrategy(zero_stage=3)

@@ -44,9 +44,9 @@ class PipelineModel(keras.Model, InStages):
         model.fit(dataset)
 
     What it saves: a rank holds 1/p of the weights, gradients and optimizer state, and with "1f1b" the activations of at most p
-    microbatches; of all, whatever the schedule, where a loss is no mean over rows (a root, Dice). What it costs: at the start and
-    end of a step ranks wait for each other, (p-1)/m of the ideal time with m microbatches; and the activations that pass between
-    stages.
+    microbatches. It holds those of all, whatever the schedule, where a loss is no mean over rows (a root, Dice). What it costs:
+    at the start and end of a step ranks wait for each other, (p-1)/m of the ideal time with m microbatches; and the activations
+    that pass between stages.
 
     The life of a weight: under a strategy with a pipeline, layers put off making their weights. `PipelineModel` makes each weight
     on the ranks whose stages use it. A weight that stages share (an embedding that is the output head, too) is on several ranks;
@@ -62,15 +62,15 @@ class PipelineModel(keras.Model, InStages):
         num_microbatches: how many microbatches a replica's batch is split in.
         blocks: of a subclassed model the attribute that holds its blocks, in a list or a Sequential: "blocks" for `self.blocks`,
             "encoder.blocks" for those of a layer; several, as `["encoder", "decoder"]`. The model may be split before each
-            block's call, and behind the last one.
-        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble"; or one's own (see `tfdist.pipeline.make_schedule`).
+            block's call, and after the last one.
+        schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble"; or a custom one (see `tfdist.pipeline.make_schedule`).
         stages: where the model is split: the names of the layers with which stages 1, 2, ... begin, or the places of these layers
             in `model.layers`; None: so that the stages cost alike.
         stages_per_rank: how many stages each rank has, for "interleaved".
         recompute: True keeps, of a microbatch, only what arrives at each stage, and computes the stage's forward again for its
             backward: a third more work, and the same gradients (random numbers and statistics are those of the first time).
         reshard_after_microbatch: at `zero_stage=3`: False gathers the weights of a rank's stages once a step and keeps them until
-            its last microbatch is through, and so it does with the sums of whole gradients; True gathers weights for each forward
+            its last microbatch is through, and so it does with the sums of whole gradients. True gathers weights for each forward
             and each backward of a microbatch, keeps those of one stage and direction at once, and reduces gradients after each
             backward: 2 `num_microbatches` times the messages of weights, `num_microbatches` times those of gradients.
         name: the model's name.
@@ -277,7 +277,7 @@ class PipelineModel(keras.Model, InStages):
         return self._inferred(x)
 
     def compute_gradients(self, x: Any, y: Any = None, sample_weight: Any = None) -> tuple[tf.Tensor, list[tuple[Any, Any]]]:
-        """Runs the schedule on one batch: for training loops of one's own, in the function given to `strategy.run`.
+        """Runs the schedule on one batch: for custom training loops, in the function given to `strategy.run`.
 
         It also updates the metrics. The model must be compiled, with the loss and with the optimizer that is to be given the
         gradients.

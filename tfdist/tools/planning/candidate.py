@@ -16,7 +16,7 @@ class Candidate:
 
     Attributes:
         zero_stage: 0, 1, 2 or 3.
-        data: how many replicas the batch is divided among.
+        data: how many replicas the batch is divided over.
         tensor: how many ranks share each sharded layer, as `tfdist.suggest_plan` says.
         pipeline: how many ranks share the layers.
         schedule: that of the pipeline, such as "1f1b"; None without one.
@@ -30,7 +30,7 @@ class Candidate:
 
     Raises:
         ValueError: a size is not a positive integer, there is no such stage, or a schedule or microbatches stand without a
-            pipeline, or a pipeline without a schedule, or several stages a rank with another schedule than "interleaved".
+            pipeline. Or a pipeline stands without a schedule, or several stages a rank with another schedule than "interleaved".
     """
 
     zero_stage: int = 2

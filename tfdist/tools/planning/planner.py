@@ -81,14 +81,14 @@ def plan(
             decides: if the plan does not fit, the next one is tried. It takes seconds for a small model, minutes for one of 80
             blocks. None: for models of up to 400 weights.
         shown: how many plans the table shows.
-        progress: is given a line for each thing that takes time; None: nothing is told.
+        progress: is given a line for each thing that takes time; None: nothing is reported.
 
     Returns:
         The `Plans`.
 
     Raises:
         ValueError: `build` fails, needs data or the values of weights, or returns no built Keras model; no plan divides the
-            batch; an argument is out of range, or there is no such optimizer, data sheet or file.
+            batch. Or an argument is out of range, or there is no such optimizer, data sheet or file.
     """
     sizes = {"devices": devices, "hosts": hosts, "batch_size": batch_size, "shown": shown}
     for name, number in sizes.items() if sequence_length is None else (*sizes.items(), ("sequence_length", sequence_length)):

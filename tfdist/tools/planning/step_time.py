@@ -38,7 +38,7 @@ class StepTime:
     Attributes:
         compute: of the device that computes most, the update and recomputation included.
         communication: of its messages, hidden or not.
-        hidden: what of the messages is behind computation.
+        hidden: how much of the messages overlaps with computation.
         bubble: what it waits for others of a pipeline.
         together: the step.
     """

@@ -95,7 +95,7 @@ class Schedule:
         return render_grid(self.table, () if mark is None else (mark,))
 
     def aligned(self) -> "Schedule":
-        """Returns the same schedule with every action in the first slot behind all actions that it waits for."""
+        """Returns the same schedule with every action in the first slot after all actions that it waits for."""
         return Schedule(aligned_table(self.orders), self.name)
 
     @property

@@ -29,9 +29,10 @@ def validate(schedule: Table | Any, *, max_in_flight: int | None = None) -> None
         max_in_flight: the most activations, counted in (stage, microbatch), that a rank may hold at a time; None: any number.
 
     Raises:
-        ValueError: the rows do not make a table; the number of ranks does not divide the number of stages; an action is missing,
-            there twice or on another rank than `stage_index % num_ranks`; actions wait for each other in a circle; or a rank
-            holds more than `max_in_flight`. The error's text ends with the grid, in which the actions in question are marked.
+        ValueError: the rows do not make a table; the number of ranks does not divide the number of stages. Or an action is
+            missing, there twice or on another rank than `stage_index % num_ranks`; actions wait for each other in a circle; or a
+            rank holds more than `max_in_flight`. The error's text ends with the grid, in which the actions in question are
+            marked.
     """
     table = getattr(schedule, "table", schedule)
     num_stages, num_microbatches, _ = sizes_of(table)

@@ -45,8 +45,8 @@ def parallelize(model: keras.Model, plan: Mapping[str, str], print_fn: Callable[
 
     Raises:
         ValueError: the model was not built in the scope of a tfdist strategy, or its optimizer is built, or it is in a
-            `PipelineModel` already; the plan has a pattern that matches nothing, a layer that cannot be sharded so, or a sharding
-            that does not divide.
+            `PipelineModel` already. Or the plan has a pattern that matches nothing, a layer that cannot be sharded so, or a
+            sharding that does not divide.
         NotImplementedError: a layer is quantized, runs in a loop, or shares its weights.
 
     Source: Keras's `LayoutMap`, for the form of the plan; PyTorch's `parallelize_module`.
