@@ -2,7 +2,7 @@
 
     python docs/draw_design.py
 
-A picture stands in a block of a page that begins with the line "```plan" and its name. The doors are the table at the end of
+A picture stands in a block of a page that begins with the line "```plan_" and its name. The doors are the table at the end of
 path.md: what files of the path import that is not on it before them. tests/docs/test_design.py compares.
 """
 
@@ -26,7 +26,7 @@ from tests.test_architecture import TREES, files_used  # noqa: E402
 
 PAGES = ROOT / "docs" / "design"
 LAYERS, WIDTH = 4, 8
-BLOCK = re.compile(r"(```plan (\w+)\n).*?(```)", re.DOTALL)
+BLOCK = re.compile(r"(```plan_(\w+)\n).*?(```)", re.DOTALL)
 DOORS = "## Doors\n"
 
 
