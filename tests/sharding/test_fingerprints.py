@@ -1,4 +1,4 @@
-"""A fingerprint changes with a bit of a tensor or the order of its elements, in every dtype, and not with how often it is taken."""
+"""A fingerprint changes with a bit of a tensor or the order of its elements, in every dtype."""
 
 import numpy as np
 import pytest
