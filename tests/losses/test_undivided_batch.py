@@ -1,6 +1,8 @@
 """Of a batch that every rank was given, rows count on the first rank alone where they are summed."""
 
+import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from ranks import run, strategy_on
 
@@ -41,3 +43,30 @@ def test_which_batches_are_given_everywhere():
     assert is_given([rows]) == [(True, (3,))] * 2
     assert is_given(DealtBatches([tf.constant(rows)])) == [(False, (3,))] * 2
     assert is_given(iter(tf.data.Dataset.from_tensors(rows))) == [(False, (3,))] * 2
+
+
+class Values(keras.metrics.Metric):
+    """The sum of the values of ragged or sparse targets."""
+
+    def __init__(self):
+        super().__init__(name="values")
+        self.total = self.add_weight(initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        values = y_true.flat_values if isinstance(y_true, tf.RaggedTensor) else y_true.values
+        self.total.assign_add(tf.reduce_sum(values))
+
+    def result(self):
+        return self.total
+
+
+@pytest.mark.parametrize("kind", ["ragged", "sparse"])
+def test_targets_that_are_not_dense_count_once(kind):
+    rows = [[1.0, 2.0], [3.0], [], [4.0, 5.0, 6.0], [7.0]]
+    targets = tf.ragged.constant(rows) if kind == "ragged" else tf.ragged.constant(rows).to_sparse()
+    with strategy_on(3).scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+        model.compile("sgd", lambda _, predicted: keras.ops.mean(predicted, -1), metrics=[Values()])
+    for method in (model.train_on_batch, model.test_on_batch):
+        assert method(tf.ones([5, 2]), targets, return_dict=True)["values"] == 28.0
+        model.reset_metrics()

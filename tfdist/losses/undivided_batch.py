@@ -48,19 +48,21 @@ class GivenBatch(Part):
             self.counts = tf.logical_and(index == here[0], tf.logical_or(index == 0, tf.logical_not(is_same)))
 
     def once(self, x: Any) -> Any:
-        """Returns `x`, a dense or ragged tensor of rows, without any where another rank's count; a number becomes 0 there."""
+        """Returns `x`, a tensor of rows, dense, ragged or sparse, without any where another rank's count; a number becomes 0."""
         if self.counts is True:
             return x
         if x.shape.rank == 0:
             return x * tf.cast(self.counts, x.dtype)
         if id(x) not in self._once:
             some = self._rows_once(x)
-            if not self._program.exists_here(some):
+            if not self._program.exists_here(tf.nest.flatten(some, expand_composites=True)[0]):
                 return some
             self._once[id(x)] = (x, some)
         return self._once[id(x)][1]
 
     def _rows_once(self, x: Any) -> Any:
+        if isinstance(x, tf.SparseTensor):
+            return tf.sparse.retain(x, tf.fill(tf.shape(x.values), self.counts))
         rows = x.nrows() if isinstance(x, tf.RaggedTensor) else tf.shape(x, out_type=tf.int64)[0]
         # Opaque to shape inference: all ranks have tensors of one static shape.
         rows = tf.compat.v1.placeholder_with_default(tf.where(self.counts, rows, 0), [])

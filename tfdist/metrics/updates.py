@@ -64,7 +64,8 @@ def update(own: Update, metric: keras.metrics.Metric, /, *args: Any, **kwargs: A
     if here.is_updating or not all(map(is_of_ranks, metric.variables)):
         return own(*args, **kwargs)
     once = program.part(GivenBatch).once
-    args, kwargs = given = mapped(lambda x: x if x.shape.rank == 0 else once(x), (args, kwargs))
+    given = mapped(lambda x: x if x.shape.rank == 0 else once(x), (args, kwargs))
+    args, kwargs = given = tf.nest.map_structure(lambda x: once(x) if others(x) else x, given)
     with temporary.attributes(here, is_updating=True):
         if metric not in _has_own_rows:
             _has_own_rows[metric] = _takes_own_rows(metric, own, args, kwargs, program)
