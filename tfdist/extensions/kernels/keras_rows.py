@@ -84,7 +84,7 @@ def _normalized(program: RankProgram, x: tf.Tensor, gamma: Any, beta: Any, epsil
 def _dot_product_attention(
     original: Callable[..., Any], query: Any, key: Any, value: Any, bias: Any, mask: Any, is_causal: bool, scale: Any
 ) -> Any:
-    """Keras's moves the heads before and behind each of six products; moved once, they are moved three times."""
+    """Keras's moves the heads before and after each of six products; moved once, they are moved three times."""
     attention = original if _program() is None else matrix_products.attention
     return attention(query, key, value, bias, mask, is_causal, scale)
 

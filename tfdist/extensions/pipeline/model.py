@@ -62,7 +62,7 @@ class PipelineModel(keras.Model, InStages):
         num_microbatches: how many microbatches a replica's batch is split in.
         blocks: of a subclassed model the attribute that holds its blocks, in a list or a Sequential: "blocks" for `self.blocks`,
             "encoder.blocks" for those of a layer; several, as `["encoder", "decoder"]`. The model may be split before each
-            block's call, and behind the last one.
+            block's call, and after the last one.
         schedule: "gpipe", "1f1b", "interleaved" or "zero_bubble"; or one's own (see `tfdist.pipeline.make_schedule`).
         stages: where the model is split: the names of the layers with which stages 1, 2, ... begin, or the places of these layers
             in `model.layers`; None: so that the stages cost alike.
@@ -268,7 +268,7 @@ class PipelineModel(keras.Model, InStages):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         step = Step(self, (x, y, sample_weight), training=training, has_loss=True).run()
         if training:
-            self.optimizer.apply_gradients(step.gradients())  # first: else their sums would stand behind those of the loss
+            self.optimizer.apply_gradients(step.gradients())  # first: else their sums would come after those of the loss
         self._loss_tracker.update_state(unscale_loss(step.loss()), sample_weight=tf.shape(tf.nest.flatten(x)[0])[0])
         return self.get_metrics_result()
 

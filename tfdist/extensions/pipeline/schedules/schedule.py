@@ -95,11 +95,12 @@ class Schedule:
         return render_grid(self.table, () if mark is None else (mark,))
 
     def aligned(self) -> "Schedule":
-        """Returns the same schedule with every action in the first slot behind all actions that it waits for."""
+        """Returns the same schedule with every action in the first slot after all actions that it waits for."""
         return Schedule(aligned_table(self.orders), self.name)
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks of the pipeline."""
         return self.num_stages // self.stages_per_rank
 
     def rank_of(self, stage_index: int) -> int:
@@ -117,7 +118,7 @@ class Schedule:
 
 
 def aligned_table(orders: Mapping[int, Iterable[Action]]) -> dict[int, tuple[Action | None, ...]]:
-    """Returns the table of what each rank does, in order, with every action in the first slot behind all that it waits for."""
+    """Returns the table of what each rank does, in order, with every action in the first slot after all that it waits for."""
     starts = earliest_starts(orders)
     num_slots = 1 + int(max(starts.values()))
     table: dict[int, list[Action | None]] = {rank: [None] * num_slots for rank in orders}
