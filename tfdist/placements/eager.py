@@ -64,7 +64,7 @@ class EagerFacts(Part):
         return found.placement if isinstance(found.placement, Unknown) else found.why
 
     def counts_once(self, tensor: tf.Tensor) -> bool:
-        """Whether `tensor`, a loss of a loop of one's own, is that of one device, or a mean, of what ranks have agreed on."""
+        """Whether `tensor`, a loss of a custom loop, is that of one device, or a mean, of what ranks have agreed on."""
         found = self._of(tensor)
         return found.is_agreed and found.placement in (Replicate(), Partial(How.MEAN))
 

@@ -177,7 +177,7 @@ class Repair(OfBranch):
         return self._redistribution.make(lambda x, w: tf.math.divide_no_nan(x, tf.cast(w, x.dtype)), tensor, weight)
 
     def as_share(self, tensor: tf.Tensor, label: str) -> Placement:
-        """Returns the placement of `tensor`, a loss of a loop of one's own, in which what is agreed on counts once.
+        """Returns the placement of `tensor`, a loss of a custom training loop, in which what is agreed on counts once.
 
         What the same number is added to that ranks have agreed on is a rank's share, as the loop says it; the number becomes one.
         """
@@ -203,7 +203,7 @@ class Repair(OfBranch):
         return self._program.exists_here(tensor) and self._facts.is_agreed(tensor)
 
     def counts_once(self, tensor: tf.Tensor) -> bool:
-        """Whether `tensor`, a number of a loop of one's own, is that of one device: of what ranks have agreed on."""
+        """Whether `tensor`, a number of a custom loop, is that of one device: of what ranks have agreed on."""
         is_number = self._program.exists_here(tensor) and isinstance(self._facts.of(tensor), Partial | Replicate)
         return is_number and self._facts.is_of_agreed(tensor)
 
@@ -343,7 +343,7 @@ class Repair(OfBranch):
     def _count_some_rows(self, op: tf.Operation, label: str) -> None:
         """Lets a mean over some of the rank's rows be such that the ranks' own, by their weights, are that over all of them.
 
-        A row of zeros stands behind them: the mean of none is NaN.
+        A row of zeros is appended to them: the mean of none is NaN.
         """
         given, axis = op.inputs[0], self._facts.of(op.inputs[0]).axis
         with self._program.outermost(), tape.stop_recording():
