@@ -40,7 +40,7 @@ class Tape:
 
     def __init__(self, given_back: Iterable[Any]):
         self._read = collections.deque(given_back)  # without those that are dropped
-        self._used = self._dropped = 0  # batches; steps, which are another thread's, use them before or behind their reading
+        self._used = self._dropped = 0  # batches; steps, which are another thread's, use them before or after they are read
 
     @classmethod
     def of(cls, generator: "types.GeneratorType[Any, Any, Any]") -> "Tape":
@@ -78,7 +78,7 @@ class EpochIterator(TFEpochIterator):
 
     Attributes:
         log: how its epochs have ended, where that is noted.
-        journey: the steps of the next epoch, behind the way to where it begins, if that is not the beginning.
+        journey: the steps of the next epoch, after the way to where it begins, if that is not the beginning.
         random: the random states at the beginning of the epoch that runs, of a `PyDataset`.
     """
 
@@ -137,7 +137,7 @@ class EpochIterator(TFEpochIterator):
         return parts[0] if given is None and parts else given  # parts: of a function of each worker
 
     def reset(self) -> None:
-        """Each validation would have a generator's first batches again, and then go on behind those that the one before it has
+        """Each validation would have a generator's first batches again, and then go on after those that the one before it has
         read ahead: how many these are differs from worker to worker."""
         running = self._current_iterator
         super().reset()
@@ -165,14 +165,14 @@ class EpochIterator(TFEpochIterator):
 
 
 class EpochLog:
-    """How the epochs of an iterator have ended: None behind their last step, or in which step the data had run out.
+    """How the epochs of an iterator have ended: None after their last step, or in which step the data had run out.
 
     Keras leaves an epoch that ends by running out where it is, and makes an iterator more at the end of any other.
     """
 
     def __init__(self) -> None:
         self._ends: list[int | None] = []
-        self._current: int | None = None  # steps begun; None: no epoch, or one that has ended behind its last step
+        self._current: int | None = None  # steps begun; None: no epoch, or one that has ended after its last step
 
     def past(self, with_current: bool = False) -> list[list[Any]]:
         """Returns the epochs that are over, as runs of [number, how they ended]."""
