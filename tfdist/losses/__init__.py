@@ -5,7 +5,7 @@ computes it, and counts the rank's part of the batch's rows where gradients are 
 `trainer_step`. A function of numbers of all rows is one device's: the ranks agree on these (see `placements.repair`); what cannot
 be mended is told once.
 
-In a training loop of one's own a Keras loss whose reduction is a mean is, inside `strategy.run`, the rank's *share* of the global
+In a custom training loop a Keras loss whose reduction is a mean is, inside `strategy.run`, the rank's *share* of the global
 batch's loss, whatever part of the batch the rank got. The shares add up to the loss that one device would compute, and their
 gradients, which `optimizer.apply` sums over the ranks, to its gradient:
 

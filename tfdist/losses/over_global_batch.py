@@ -23,7 +23,7 @@ class OverGlobalBatch(keras.losses.Loss):
     For losses that are no mean over rows: ratios of sums (Dice, masked means), roots of means, and rows that are compared with
     each other (contrastive losses with the rest of the batch as negatives: SimCLR, CLIP, Circle).
 
-    In `fit`, `evaluate`, a `train_step` of one's own and a loop around `strategy.run` targets, predictions and sample weights of
+    In `fit`, `evaluate`, a custom `train_step` and a loop around `strategy.run` targets, predictions and sample weights of
     all devices are gathered, every device computes the loss, and the gradient of its predictions finds its way back to each.
     Loss and weights are those of one device, with uneven batches, masks and weights. Outside replicas it is the loss itself.
 

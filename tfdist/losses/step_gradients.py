@@ -48,7 +48,7 @@ def gradient_of_targets(
     `gradient` calls it, with the target and `output_gradients` that it is given. In a step of Keras's trainer the gradients of
     variables of the strategy, and of tensors that are computed of weights alone, are such that reductions, which multiply whole
     ones by the rank's weight, make of them the gradient that one device has. Those of inputs, and of what is computed of rows,
-    are one device's as they are: they count the weight already. In a loop of one's own all are a rank's summands.
+    are one device's as they are: they count the weight already. In a custom loop all are a rank's summands.
     """
     step, program = trainer_step(), rank_program()
     targets = tf.nest.flatten(target)
@@ -78,7 +78,7 @@ def gradient_of_targets(
             _declare(program, found, sources, lambda place: How.MEAN if are_means and of_rows[place] else How.SUM)
         return found
     placements = [_placement(step, program, x) for x in targets]
-    is_of_examples = tape.in_vectorized_map()  # whose gradients are a rank's own, and of which a mean may be taken behind it
+    is_of_examples = tape.in_vectorized_map()  # whose gradients are a rank's own, and of which a mean may be taken after it
     is_sharded = [v is not None and v.layout.is_data_sharded and not is_of_examples for v in variables]
     if weights.is_in_loss:
         found = taken(output_gradients, began_with=step.weight())
@@ -160,7 +160,7 @@ def _seed_of_all_rows(program: RankProgram, given: Any) -> Any:
 
 
 def _seeds_of_shares(program: RankProgram, targets: list[tf.Tensor], given: Any) -> Any:
-    """Returns what a tape in a loop of one's own is to begin with: at what ranks have agreed on, or at a mean for which
+    """Returns what a tape in a custom training loop begins with: at what ranks have agreed on, or at a mean for which
     they have, with the rank's weight."""
     is_alone = program.mesh.size("data") == 1 or program.mesh.splits_layers
     if is_alone or not all(map(program.exists_here, targets)):
