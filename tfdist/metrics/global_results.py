@@ -4,7 +4,7 @@ Every rank counts its own examples, and outside replicas Keras reads the sum of 
 runs, though, a rank would compute the metric of its own examples, and Keras would log the mean over the ranks: of N areas under
 N curves, of ratios with different denominators.
 
-    in a `train_step` or a loop of one's own    `metric.result()` sums the metric's state over the ranks: one message for each
+    in a `train_step` or a custom training loop `metric.result()` sums the metric's state over the ranks: one message for each
                                                 dtype of a metric, where it is called
     in a step that is Keras's own               nothing is sent where Keras asks for results; those that are logged are computed
                                                 after the step, from the sums of all metrics at once: over several workers one
