@@ -37,7 +37,7 @@ class Tape:
 
     def __init__(self, given_back: Iterable[Any]):
         self._read = collections.deque(given_back)  # without those that are dropped
-        self._used = self._dropped = 0  # batches; steps, which are another thread's, use them before or behind their reading
+        self._used = self._dropped = 0  # batches; steps, which are another thread's, use them before or after they are read
 
     @classmethod
     def of(cls, generator: "types.GeneratorType[Any, Any, Any]") -> "Tape":
@@ -115,7 +115,7 @@ class EpochIterator(TFEpochIterator):
         return isinstance(self.data_adapter, GeneratorDataAdapter)
 
     def reset(self) -> None:
-        """Each validation would have a generator's first batches again, and then go on behind those that the one before it has
+        """Each validation would have a generator's first batches again, and then go on after those that the one before it has
         read ahead: how many these are differs from worker to worker."""
         running = self._current_iterator
         super().reset()

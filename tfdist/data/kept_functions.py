@@ -23,6 +23,7 @@ def kept() -> dict[Hashable, Any]:
 
 
 def keep(key: Hashable, functions: Any) -> None:
+    """Keeps `functions` under `key`, for the strategy's later calls."""
     if len(kept()) >= _LIMIT:
         kept().clear()
     kept()[key] = functions

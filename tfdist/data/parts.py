@@ -110,7 +110,7 @@ def longest(steps: Iterable[int]) -> int:
 
 
 def padded(dataset: tf.data.Dataset, num_batches: int) -> tf.data.Dataset:
-    """Returns `dataset`, and behind it batches without rows, so that it has `num_batches`, of any number of rows each."""
+    """Returns `dataset`, and after it batches without rows, so that it has `num_batches`, of any number of rows each."""
     own, any_rows = int(dataset.cardinality()), of_any_rows(dataset)
     missing = 0 if own == ENDLESS else -1 if num_batches == ENDLESS else num_batches - own
     if missing == 0:

@@ -78,7 +78,7 @@ def gradient_of_targets(
             _declare(program, found, sources, lambda place: How.MEAN if are_means and of_rows[place] else How.SUM)
         return found
     placements = [_placement(step, program, x) for x in targets]
-    is_of_examples = tape.in_vectorized_map()  # whose gradients are a rank's own, and of which a mean may be taken behind it
+    is_of_examples = tape.in_vectorized_map()  # whose gradients are a rank's own, and of which a mean may be taken after it
     is_sharded = [v is not None and v.layout.is_data_sharded and not is_of_examples for v in variables]
     if weights.is_in_loss:
         found = taken(output_gradients, began_with=step.weight())

@@ -115,10 +115,12 @@ class DeviceMesh:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks, over all axes."""
         return len(self.devices)
 
     @property
     def data_parallel_size(self) -> int:
+        """Number of ranks along the data axis."""
         return self.world_size // (self.pipeline_parallel_size * self.tensor_parallel_size)
 
     @property

@@ -41,7 +41,7 @@ class RankMetrics(Part):
     """What one rank's program is doing with metrics; an attachment of it.
 
     Attributes:
-        is_updating: whether it updates one: what that updates in turn is a part of it.
+        is_updating: whether it updates one: metrics that this one updates are parts of it.
         has_own_results: whether results are those of the rank.
     """
 

@@ -96,7 +96,7 @@ class Facts(GraphFacts, OfBranch):
     @contextlib.contextmanager
     def assuming(self) -> Iterator[Callable[[tf.Operation, int, Placement], None]]:
         """A block in which an operation may be assumed to read something of another placement at one of its inputs, or to return
-        it (place -1: as its first output, -2: its second); behind it all is as it was."""
+        it (place -1: as its first output, -2: its second); after it all is as it was."""
         assumed: dict[tuple[str, int], tf.Operation] = {}
 
         def assume(op: tf.Operation, place: int, placement: Placement) -> None:

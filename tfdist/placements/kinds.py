@@ -32,7 +32,7 @@ class How(enum.Enum):
 
 
 class Why(enum.Enum):
-    """Why the placement of a tensor is not known; in words that a warning puts behind "contains"."""
+    """Why the placement of a tensor is not known; in words that a warning puts after "contains"."""
 
     NO_RULE = "the result of an operation that tfdist does not know"
     FUNCTION = "a function of the whole batch that is no mean over its rows"

@@ -144,7 +144,7 @@ class RepairPlan(OfBranch):
     def _reads_of_numbers(self, op: tf.Operation, places: Collection[int]) -> list[tuple[tf.Operation, int]]:
         """Returns where `op` reads its inputs number `places`, `Partial` numbers; of a list of tensors where it was made.
 
-        Elements of a list that is made anew are known behind it, and are not asked for.
+        Elements of a list that is made anew are known after it, and are not asked for.
         """
         found, waiting = [], [(op, place) for place in places]
         for one, place in waiting:

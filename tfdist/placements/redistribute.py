@@ -104,7 +104,7 @@ class Redistribution(OfBranch):
 
     def gather(self, tensor: tf.Tensor, label: str) -> None:
         """Gathers the rows of `tensor`, a `Shard`, from all data ranks; the way back sums what readers of all ranks send. Of
-        `Places` and `Lengths` the number of rows of all ranks is known behind it."""
+        `Places` and `Lengths` the number of rows of all ranks is known after it."""
         if tensor.name in self._found:
             return
         is_number = isinstance(self._facts.of(tensor), Places | Lengths)
@@ -165,7 +165,7 @@ class Redistribution(OfBranch):
     def reads(self, op: tf.Operation, place: int, new: tf.Tensor) -> None:
         """Makes `op` read `new` at one place, and tapes take the way back through that."""
         tape.reconnect(op, op.inputs[place], new)
-        self._changes.append(op)  # again, where it was there: behind what makes `new`
+        self._changes.append(op)  # again, where it was there: after what makes `new`
 
     def stands_for(self, new: tf.Tensor, old: tf.Tensor) -> None:
         """Notes that `new` is read in the place of `old`, and that what comes back to it goes back to `old`."""
@@ -261,7 +261,7 @@ class Redistribution(OfBranch):
 
 
 def _inputs_first(changes: Sequence[_Agreement | tf.Operation]) -> list[_Agreement | tf.Operation]:
-    """Returns each of `changes` once, behind those that have made what it reads now."""
+    """Returns each of `changes` once, after those that have made what it reads now."""
     made = {x.name: change for change in changes for x in change.outputs}
     found: dict[int, _Agreement | tf.Operation] = {}
     for last in dict.fromkeys(made.values()):

@@ -67,7 +67,7 @@ class Remaking(OfBranch):
             sizes = [x for place, x in enumerate(op.inputs) if place in places and x.dtype.is_integer]
             if any(map(self._may_be_of_rows, sizes, [op] * len(sizes))):
                 return False
-            # Integers behind the first input may be axes, their order, or what is added along them.
+            # Integers after the first input may be axes, their order, or what is added along them.
             read = list(op.inputs)[: 1 if row_of(op.type).kind in (Kind.REDUCTION, Kind.SCAN, Kind.VIEW) else None]
             others = [x for x in read if not any(x is size for size in sizes)]
             if any(x.shape.rank and rows & set(x.shape.as_list()) and _is_constant(x) for x in others):
@@ -118,7 +118,7 @@ class Remaking(OfBranch):
         return self._redistribution.make(lambda x: tf.compat.v1.placeholder_with_default(x, [None] * x.shape.rank), new)
 
     def _between(self, operations: Sequence[tf.Operation], target: tf.Tensor) -> list[tf.Operation]:
-        """Returns `operations` and what reads them on the way to `target`, each behind what it reads."""
+        """Returns `operations` and what reads them on the way to `target`, each after what it reads."""
         after = {op.name for op in readers_of(operations)}
         seen: set[str] = set()
         found: dict[str, tf.Operation] = {}

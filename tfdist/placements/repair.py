@@ -343,7 +343,7 @@ class Repair(OfBranch):
     def _count_some_rows(self, op: tf.Operation, label: str) -> None:
         """Lets a mean over some of the rank's rows be such that the ranks' own, by their weights, are that over all of them.
 
-        A row of zeros stands behind them: the mean of none is NaN.
+        A row of zeros is appended to them: the mean of none is NaN.
         """
         given, axis = op.inputs[0], self._facts.of(op.inputs[0]).axis
         with self._program.outermost(), tape.stop_recording():

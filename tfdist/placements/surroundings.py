@@ -20,6 +20,7 @@ def readers_of(operations: Sequence[tf.Operation]) -> list[tf.Operation]:
 
 
 def reads_variables(tensor: tf.Tensor) -> bool:
+    """Whether `tensor` is computed of a variable that is read in its graph."""
     return any(x.op.type == "ReadVariableOp" for x in before(tensor))
 
 

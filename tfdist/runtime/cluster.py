@@ -24,10 +24,12 @@ class Task:
 
     @property
     def port(self) -> int:
+        """The port in `address`."""
         return int(self.address.rpartition(":")[2])
 
     @property
     def host(self) -> str:
+        """The host in `address`."""
         return self.address.rpartition(":")[0]
 
     def __str__(self) -> str:
@@ -48,6 +50,7 @@ class Cluster:
 
     @property
     def num_workers(self) -> int:
+        """Number of workers in the job."""
         return len(self.tasks)
 
     @property

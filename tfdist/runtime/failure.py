@@ -21,6 +21,7 @@ class Failure:
 
     @classmethod
     def from_word(cls, word: dict[str, Any]) -> "Failure":
+        """Returns the failure of which another worker has sent `word`."""
         return cls(**word["failed"])
 
     def message(self, cluster: Cluster) -> str:
@@ -38,7 +39,7 @@ class Failure:
         )
 
     def say(self, cluster: Cluster) -> None:
-        """Prints it, behind all that was printed before."""
+        """Prints it, after all that was printed before."""
         _flush()
         print(self.message(cluster), file=sys.stderr, flush=True)
 

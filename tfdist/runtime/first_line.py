@@ -1,4 +1,4 @@
-"""The one line of an error that says what happened and where: what other workers are told of it.
+"""The one line of an error that says what happened and where, which other workers receive.
 
 The errors of TensorFlow's graphs begin with titles, traces and names of nodes, and those of Keras with the layer that was called;
 an error of Python inside a graph (`tf.py_function`, `Dataset.from_generator`) comes as one of TensorFlow's.

@@ -4,7 +4,7 @@ TensorFlow would wait for missing workers itself, but for ever, deaf to signals 
 at the address that its server takes over afterwards, and connects to every other, for the whole job (see `peers`):
 
     worker 2   "tfdist 2"  ──▶  all others      tries each address until it is answered
-               ◀──  "tfdist 0", ...             to those before it the connection stays; to those behind it was a trial
+               ◀──  "tfdist 0", ...             to those before it the connection stays; to those after it was a trial
     each       "ready"     ──▶  all             when it has reached all, and all have reached it; all go on when all are ready
                "missing: worker 3 (...)"        when the time is over
     launcher   "tfdist failed ..."  ──▶  each   when a worker has ended, which may not have been connected
@@ -105,7 +105,7 @@ class _Rendezvous:
         return self.peers
 
     def _accept(self) -> None:
-        """Answers those that have connected to this worker, and keeps the connections of workers behind it."""
+        """Answers those that have connected to this worker, and keeps the connections of workers after it."""
         while select.select([self._listener], [], [], 0)[0]:
             connection = self._listener.accept()[0]
             name, _, rest = _line(connection, _GREETING_SECONDS).partition(" ")

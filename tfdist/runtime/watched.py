@@ -109,7 +109,7 @@ class Watched:
 
 
 def point_of(watched: Sequence[Watched]) -> tuple[int, Word] | None:
-    """Returns the point at which this worker waits for others, behind the number of the strategy; None where it does not."""
+    """Returns the point at which this worker waits for others, after the number of the strategy; None where it does not."""
     return next(((number, point) for number, one in enumerate(watched) if (point := one.point())), None)
 
 

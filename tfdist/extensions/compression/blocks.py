@@ -5,7 +5,7 @@
 with m = 127 (8 bits) or 7 (4 bits), rounded to the nearest, halves to even: |decoded - x| <= s / 2, up to float32's rounding. A
 row is padded with zeros to whole blocks, and blocks do not reach from one row into the next.
 
-A block in which something is not finite has NaN for its scale and is NaN as a whole. That is told by the codes, which are NaN
+A block in which something is not finite has NaN for its scale and is NaN as a whole. That shows in the codes, which are NaN
 where x is or where s is infinite, and not by the maximum: XLA's, and that of some GPU kernels, passes NaN over. A block whose
 scale would be below 2^-126, the smallest normal float32, is zeros: TensorFlow computes with no smaller ones.
 

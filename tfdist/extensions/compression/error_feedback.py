@@ -36,7 +36,7 @@ class _Loss:
 
 
 class ErrorFeedback(Part):
-    """What the messages of one rank lose in one trace; an attachment of its program.
+    """The losses of one rank's messages in one trace; a part of the rank's state.
 
     Attributes:
         encoded: the operations after which the gradients of the last message are no longer needed in full, since all that is

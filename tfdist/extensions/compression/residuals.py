@@ -1,7 +1,7 @@
 """What compressed gradients of an optimizer's variables have lost (`residual`): made, counted in units, and saved.
 
 It is kept in units of gradients without a loss scale, which changes from step to step. A layer of the optimizer has it in Keras's
-files, apart from the optimizer's variables, so that these are in a file what they are without it:
+files, separate from the optimizer's variables, so that these are in a file what they are without it:
 
     optimizer/vars/...                       as ever
     optimizer/tfdist_residuals/vars/3        the ranks' sum, of the fourth variable

@@ -138,7 +138,7 @@ def _largest(x: tf.Tensor, kept: int) -> tuple[tf.Tensor, tf.Tensor]:
     number = -(-n // _BLOCK)
     blocks = tf.reshape(with_zeros(x, number * _BLOCK - n, 1), [rows, number, _BLOCK])
     sizes = tf.maximum(tf.reduce_max(blocks, axis=2), -tf.reduce_min(blocks, axis=2))
-    # Told by the sum, because XLA's maximum passes NaN over.
+    # Found by the sum, because XLA's maximum passes NaN over.
     is_finite = tf.math.is_finite(tf.reduce_sum(blocks, axis=2))
     chosen = tf.math.top_k(tf.where(is_finite, sizes, math.inf), kept, sorted=False).indices
     near = tf.gather(blocks, chosen, batch_dims=1)

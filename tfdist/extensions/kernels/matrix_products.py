@@ -1,7 +1,7 @@
 """Attention, and projections of several axes, as products of matrices.
 
 Keras's attention is two `tf.einsum`, each of which, like each of the four in their gradients, moves the heads to the front
-before it multiplies and back behind. Here query, key and value are moved once and kept so. And a layer such as `EinsumDense` that
+before it multiplies and back after. Here query, key and value are moved once and kept so. And a layer such as `EinsumDense` that
 contracts the last axes of its input with the first ones of its kernel is one product of two matrices, where Keras multiplies
 example by example, and sums up as many gradients of the kernel.
 

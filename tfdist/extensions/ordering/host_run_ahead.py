@@ -2,7 +2,7 @@
 
 When TensorFlow begins a collective, NCCL's stream waits for all that the computation's stream has queued until then, not for the
 collective's input alone. A host queues the products of a whole backward pass before the GPU has computed the first, and so every
-reduction would wait for all of them. It must begin while nothing is queued behind its gradients:
+reduction would wait for all of them. It must begin while nothing is queued after its gradients:
 
     GPU            | products 0         | products 1         | products 2         | ...
     reductions                          | reduction 0        | reduction 1        | ...

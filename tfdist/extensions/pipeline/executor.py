@@ -42,7 +42,7 @@ _NOT_OF_THIS_STAGE = (
 
 @dataclasses.dataclass(eq=False)
 class _Forward:
-    """What a backward needs of its forward. With a `call` the tape begins behind the call, with the stage's outputs."""
+    """What a backward needs of its forward. With a `call` the tape begins after the call, with the stage's outputs."""
 
     tape: tf.GradientTape
     call: StageCall | None
@@ -166,7 +166,7 @@ class Executor:
 
     def _run_of_inputs(self, gradients: _Gradients) -> None:
         """Has what the gradients of the stage's inputs need run now, and leaves what only those of its weights need."""
-        # Operations that TensorFlow orders run now: it has put those of later actions of this rank behind them.
+        # Operations that TensorFlow orders run now: it has put those of later actions of this rank after them.
         needed = tape.ancestors([*gradients.of_inputs, *gradients.in_turn], gradients.made)
         tape.run_all_after([operation for operation in gradients.made if operation in needed], self.end)
         gradients.made = [operation for operation in gradients.made if operation not in needed]
@@ -254,7 +254,7 @@ class Executor:
         return self._made.pop(source) if source in self._made else self._posted(Message(source, action))
 
     def _transfer(self, message: Message) -> None:
-        """Sends a message in its turn; receives it where that has to be in turn, else `_receive` will."""
+        """Sends a message in its turn; receives it where receives have an order, too, else `_receive` will."""
         source, destination = self._rank_of(message.source), self._rank_of(message.taker)
         if source == self.program.rank:
             for place, x in enumerate(self._made.pop(message.source)):
@@ -330,7 +330,7 @@ class _Pace:
         its copies           | message
         GPU 1                          | 1F0 ...
 
-    That is so for the next action; and for the gradients of a stage's weights, which stand behind those of its inputs.
+    That is so for the next action; and for the gradients of a stage's weights, which come after those of its inputs.
 
     Note: on a chain. Where messages have an order, one begins when that before it is over. What stands behind a message's source
     waits for that end, too: the GPU must hear of it first, and so the message begins before. Of an action's source the message
@@ -350,7 +350,7 @@ class _Pace:
         )
 
     def behind(self, source: Sequence[tf.Operation], *, is_sent: bool) -> Sequence[tf.Operation]:
-        """Returns what operations wait for that come behind `source`, whose message `is_sent` already, or will be next."""
+        """Returns what operations wait for that come after `source`, whose message `is_sent` already, or will be next."""
         if not (self.is_limited and source):
             return source
         emitted = self._program.order.emitted() if self._is_chain else []

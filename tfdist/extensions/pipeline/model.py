@@ -268,7 +268,7 @@ class PipelineModel(keras.Model, InStages):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         step = Step(self, (x, y, sample_weight), training=training, has_loss=True).run()
         if training:
-            self.optimizer.apply_gradients(step.gradients())  # first: else their sums would stand behind those of the loss
+            self.optimizer.apply_gradients(step.gradients())  # first: else their sums would come after those of the loss
         self._loss_tracker.update_state(unscale_loss(step.loss()), sample_weight=tf.shape(tf.nest.flatten(x)[0])[0])
         return self.get_metrics_result()
 

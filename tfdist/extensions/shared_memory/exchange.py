@@ -165,7 +165,7 @@ class _Span(NamedTuple):
 
 
 def _turns(sizes: Sequence[int], most: int) -> "Iterator[tuple[list[_Span], int]]":
-    """Cuts vectors of `sizes`, one behind the other, in turns of `most` elements; yields how many each has, too."""
+    """Cuts consecutive vectors of `sizes` in turns of `most` elements; yields how many each has, too."""
     turn: list[_Span] = []
     filled = 0
     for part, size in enumerate(sizes):

@@ -1,7 +1,7 @@
 """What both protocols of shared memory stand on: sockets to the other processes. No TensorFlow here.
 
 Bytes go through memory that one process writes and others read; a short packet over a socket tells that they are there. Who
-waits, waits for a packet, and so learns at once of a process that has ended, or of this one being told to give up.
+waits, waits for a packet, and so learns at once of a process that has ended, or of `abort` in this one.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 
 class PeerLost(RuntimeError):
-    """Another process has ended, or this one was told to give up."""
+    """Another process has ended, or `abort` was called in this one."""
 
 
 class Peers:

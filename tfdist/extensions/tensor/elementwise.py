@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-# The classes behind `keras.ops` and `keras.activations`, by name: they are not public themselves.
+# The classes of `keras.ops` and `keras.activations`, by name: they are not public themselves.
 OPERATIONS = frozenset(
     """
     Absolute Add Cast Celu Clip ConvertToTensor

@@ -7,7 +7,7 @@ A layer with `gather_output=False` returns this rank's part of its output. The t
 * every other Keras loss, and metrics, get the whole: it is gathered for them;
 * what leaves the function given to `strategy.run` (the outputs of `predict`) is gathered on its way out.
 
-Such a layer also says so before it computes, in its attribute `output_shard`, for a pipeline that is divided behind it.
+Such a layer also says so before it computes, in its attribute `output_shard`, for a pipeline that is divided after it.
 """
 
 from typing import Any

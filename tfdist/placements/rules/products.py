@@ -1,4 +1,4 @@
-"""Products of tensors: what becomes of rows and of numbers of all rows, told from the letters of their axes."""
+"""Products of tensors: what becomes of rows and of numbers of all rows, found by the letters of their axes."""
 
 from tfdist.placements.call import Call
 from tfdist.placements.kinds import How, Partial, Placement, Replicate, Shard

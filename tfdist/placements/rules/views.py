@@ -237,7 +237,7 @@ def one_hot(call: Call) -> Placement:
 
 
 def unpack(call: Call, axis: int | None = None) -> Placement:
-    """Of what is cut apart along `axis`, or that of the attribute."""
+    """Of pieces cut along `axis`, or that of the attribute."""
     if isinstance(call.inputs[0], Partial):
         return Partial(call.inputs[0].how)
     given, axis = call.rows(0), axis_of(call.attribute("axis") if axis is None else axis, call.shapes[0].rank)

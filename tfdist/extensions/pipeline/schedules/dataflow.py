@@ -46,7 +46,7 @@ def earliest_starts(
 ) -> dict[Action, float]:
     """Returns when each action starts if every rank runs its actions in order, each as soon as its inputs are there.
 
-    In the result an action stands behind what it waits for. Actions that wait for each other in a circle, and those behind them,
+    In the result an action comes after those it waits for. Actions that wait for each other in a circle, and those after them,
     are missing. `transfer` is the time from the end of an action to the arrival of its result on another rank.
     """
     waiting = {rank: deque(actions) for rank, actions in orders.items()}

@@ -30,7 +30,7 @@ class Message:
 def events(schedule: Schedule, rank: int) -> list[Action | Message]:
     """Returns the actions of `rank` and the messages that it sends and receives, in the order that suits all ranks.
 
-    A message stands behind its source, and before its taker.
+    A message comes after its source and before its taker.
     """
     starts = earliest_starts(schedule.orders, DURATIONS)
     found: list[tuple[tuple[float, int, str], Action | Message]] = []

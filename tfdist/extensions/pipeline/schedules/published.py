@@ -91,7 +91,7 @@ def ScheduleInterleaved1F1B(num_stages: int, num_microbatches: int, stages_per_r
 
     def warmup(rank: int) -> int:
         # Until the first backward can arrive: the first group through all of the rank's stages but the last, and for every rank
-        # behind it two microbatches, one on the way there and one on the way back.
+        # after it two microbatches, one on the way there and one on the way back.
         return (stages_per_rank - 1) * len(groups[0]) + 2 * (num_ranks - 1 - rank)
 
     return Schedule(aligned_table(_orders(num_stages, num_ranks, groups, warmup)), "interleaved")
@@ -133,7 +133,7 @@ def _orders(
     warmup: Callable[[int], int],
     backward: Phase = Phase.BACKWARD,
 ) -> dict[int, list[Action]]:
-    """Returns what each rank does: `warmup(rank)` forwards, then a forward and a backward in turn, then the other backwards.
+    """Returns what each rank does: `warmup(rank)` forwards, then alternately a forward and a backward, then the other backwards.
 
     Each of the `groups` of microbatches goes through all stages of a rank before the next group does; back in reverse.
     """

@@ -100,6 +100,7 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks of the pipeline."""
         return self.num_stages // self.stages_per_rank
 
     def rank_of(self, stage_index: int) -> int:
@@ -117,7 +118,7 @@ class Schedule:
 
 
 def aligned_table(orders: Mapping[int, Iterable[Action]]) -> dict[int, tuple[Action | None, ...]]:
-    """Returns the table of what each rank does, in order, with every action in the first slot behind all that it waits for."""
+    """Returns the table of what each rank does, in order, with every action in the first slot after all that it waits for."""
     starts = earliest_starts(orders)
     num_slots = 1 + int(max(starts.values()))
     table: dict[int, list[Action | None]] = {rank: [None] * num_slots for rank in orders}

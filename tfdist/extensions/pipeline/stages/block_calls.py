@@ -99,7 +99,7 @@ def _chain(sequential: keras.Sequential, stand_ins: "list[_StandIn]") -> "_Stand
     """Returns what stands for a Sequential of blocks: it calls their stand-ins one after the other."""
 
     def on_call(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        del kwargs  # `training`, which the layers are told by Keras; and `mask`, which the tensor bears
+        del kwargs  # `training`, which Keras passes to the layers; and `mask`, which the tensor bears
         return functools.reduce(lambda x, layer: layer(x), stand_ins, *args)
 
     chain = _StandIn(sequential, on_call)

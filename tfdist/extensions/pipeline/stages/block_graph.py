@@ -1,4 +1,4 @@
-"""A subclassed model as a graph of its blocks, and of parts of its `call` before, between and behind them.
+"""A subclassed model as a graph of its blocks, and of parts of its `call` before, between and after them.
 
     def call(self, tokens):                 part 0     embed and position, up to the first block's call
         x = self.embed(tokens)              block 0
@@ -139,7 +139,7 @@ class _Part(keras.layers.Layer):
         watch: _Watch,
         number: int,
         *,
-        needs: Sequence[tuple[int, int]],  # (call, place) of the blocks' outputs that are given, behind the model's inputs
+        needs: Sequence[tuple[int, int]],  # (call, place) of the blocks' outputs that are given, after the model's inputs
         own: dict[int, keras.Variable],
         early: set[int],  # variables that code before the part reads, and the part depends on
         wanted: Sequence[int],  # places of the results that it returns
@@ -209,7 +209,7 @@ def graph_of_blocks(model: keras.Model, names: Sequence[str], inputs: Any) -> ke
         inputs: symbolic Keras tensors, in the structure that the model takes.
 
     Raises:
-        NotImplementedError: `call` calls its blocks otherwise when it trains, or draws before a block what is used behind it.
+        NotImplementedError: `call` calls its blocks otherwise when it trains, or draws before a block what is used after it.
         ValueError: `names` name no blocks, or blocks that the model does not call.
     """
     watches = [_Watch(model, names, inputs, training) for training in (True, False)]

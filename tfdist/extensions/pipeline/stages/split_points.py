@@ -32,7 +32,7 @@ def resolve_split_points(module: keras.Model, stages: Sequence[str | int] | None
 
     Raises:
         ValueError: there are more stages than layers, or `stages` are not `num_stages - 1` of the model's layers, in the order of
-            computation, behind the first.
+            computation, after the first.
     """
     nodes = nodes_in_order(module)
     if len(nodes) < num_stages:

@@ -287,7 +287,7 @@ class _Functions:
         )
 
     def _runs(self, operations: Iterable[tf.Operation], count: int) -> list[set[tf.Operation]]:
-        """Returns `operations` in at most `count` runs, one behind the other, each but the first beginning with a new gather."""
+        """Returns `operations` in at most `count` consecutive runs, each but the first beginning with a new gather."""
         ordered = sorted(set(operations) - self._given, key=self._place.__getitem__)  # what is given no run has to pass on
         first: dict[ParameterGroup, int] = {}  # by what is gathered together, the place of the first operation that reads it
         for place, operation in enumerate(ordered):

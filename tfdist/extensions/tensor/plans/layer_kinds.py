@@ -37,10 +37,12 @@ class LayerKind:
 
     @property
     def name(self) -> str:
+        """The name of the Keras class, by which plans know the layer."""
         return "GroupQueryAttention" if self.layer_class is keras.layers.GroupQueryAttention else self.layer_class.__name__
 
     @property
     def is_attention(self) -> bool:
+        """Whether the layer has heads."""
         return self.heads is not None
 
     @property

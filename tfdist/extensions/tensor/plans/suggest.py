@@ -137,6 +137,7 @@ class _Ranks:
         ]
 
     def worth(self, known: ShardableLayer, sharding: LayerSharding) -> float:
+        """Bytes of state that `sharding` saves, less the bytes of `balance` that it moves."""
         saved, moved = self.balance(known, sharding)
         return saved - moved
 
@@ -148,10 +149,12 @@ class _Ranks:
         return saved, BREAK_EVEN_VECTORS * self.moved_bytes(known, units)
 
     def moved_bytes(self, known: ShardableLayer, units: float) -> float:
+        """Bytes moved for `units` of (t - 1)/t elements of the layer's compute dtype."""
         size = self.tensor_parallel_size
         return units * dtype_bytes(known.layer.compute_dtype) * (size - 1) / size
 
     def describe(self, known: ShardableLayer, sharding: LayerSharding | None, examples: int) -> SuggestedSharding:
+        """Returns the suggestion for one layer, with its reason."""
         role = REPLICATE if sharding is None else sharding.role
         units = 0 if sharding is None else sum(moved_units(sharding, use) for use in known.uses)
         return SuggestedSharding(
@@ -165,6 +168,7 @@ class _Ranks:
         )
 
     def why_whole(self, known: ShardableLayer) -> str:
+        """Returns the reason why the layer stays whole, in bytes saved and moved."""
         if self.tensor_parallel_size == 1:
             return "there is one rank"
         if known.obstacle is not None:
