@@ -67,13 +67,13 @@ class NoOrder:
         """Returns the last collective that was emitted on the chain before all of these operations, if there is a chain."""
         return []
 
-    def queue_apart(self, first: Sequence[tf.Operation], second: Sequence[tf.Operation]) -> None:
+    def queue_after(self, first: Sequence[tf.Operation], second: Sequence[tf.Operation]) -> None:
         """Has those of `second` that were made after all of `first` queued when the device has done these."""
 
-    def queue_in_turn(self, units: Sequence[tuple[Sequence[tf.Operation], Sequence[tf.Operation]]]) -> None:
+    def queue_units_in_order(self, units: Sequence[tuple[Sequence[tf.Operation], Sequence[tf.Operation]]]) -> None:
         """Has what reads a unit's parameters queued when their gather is over, and the device is done with the unit before."""
 
-    def gather_in_turn(self, units: Sequence[Sequence[tf.Operation]]) -> None:
+    def gather_units_in_order(self, units: Sequence[Sequence[tf.Operation]]) -> None:
         """Has the gathers of a unit begin after those of the unit before, where all would begin at once."""
 
     def limit_lead(

@@ -138,9 +138,9 @@ class UnshardSchedule(OfBranch):
         if config.reshard_after_forward or not tape.tapes_watching(list(shards.values())):
             gate = [*before, *self._order.after_activations(before, following)]
             gate = [op for op in gate if not any(map(have_met, op.outputs))]  # of rows that a later message will bring
-        if len(self._units) == 2 and config.prefetch:  # both gathered at once, and in any order: see `queue_apart`
+        if len(self._units) == 2 and config.prefetch:  # both gathered at once, and in any order: see `queue_after`
             first, second = (made.operations() for made in self._units)
-            self._order.queue_apart(first, second)
+            self._order.queue_after(first, second)
         unit = Unit(len(self._units), group, compute_dtype, shards)
         made_before = tape.operations_so_far()
         with self._order.ahead(before, following), self._own_emission(), tape.stop_recording():
@@ -196,7 +196,7 @@ class UnshardSchedule(OfBranch):
         self._stubs.give_values()
         if self._units and self._config.prefetch and self._order.is_on_chain:
             units = [([unit.gathered], [op for op in unit.operations() if not tape.is_backward(op)]) for unit in self._units]
-            self._order.queue_in_turn(units)
+            self._order.queue_units_in_order(units)
 
     # Backward
 

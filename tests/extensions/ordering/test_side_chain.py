@@ -6,7 +6,7 @@ from tfdist.extensions.ordering.side_chain import merged
 
 
 @pytest.mark.parametrize(
-    ("aside", "others", "blocks", "expected"),
+    ("side", "others", "blocks", "expected"),
     [
         ([], [0, 1], [], [0, 1]),
         ([2, 3, 4], [0, 1, 5], [], [0, 1, 2, 3, 4, 5]),  # all else stands where it is emitted
@@ -16,5 +16,5 @@ from tfdist.extensions.ordering.side_chain import merged
         ([2, 3], [4, 5, 6], [(range(4, 5), 0), (range(6, 7), 0)], [4, 2, 3, 5, 6]),  # 5 has no place, and 6 stands behind it
     ],
 )
-def test_both_chains_become_one(aside, others, blocks, expected):
-    assert merged(aside, others, blocks) == expected
+def test_both_chains_become_one(side, others, blocks, expected):
+    assert merged(side, others, blocks) == expected

@@ -115,7 +115,7 @@ def limit_lead(
             after = [part[-1]]
 
 
-def gather_in_turn(units: Sequence[Sequence[tf.Operation]], program: RankProgram) -> None:
+def gather_units_in_order(units: Sequence[Sequence[tf.Operation]], program: RankProgram) -> None:
     """Has the gathers of a unit begin behind those of the unit before, where all would begin at once, in any order.
 
     What a unit sends is queued when the GPU has what that before sends, and the host has heard of it: that one has begun by then.
@@ -142,22 +142,22 @@ def _collectives_of(operations: Sequence[tf.Operation]) -> set[tf.Operation]:
     return {operation for operation in found if operation.type.startswith("Collective")}
 
 
-def queue_in_turn(units: Sequence[tuple[Sequence[tf.Operation], Sequence[tf.Operation]]], program: RankProgram) -> None:
+def queue_units_in_order(units: Sequence[tuple[Sequence[tf.Operation], Sequence[tf.Operation]]], program: RankProgram) -> None:
     """Has what reads a unit's parameters queued when their gather is over and the GPU has done what reads the unit before.
 
-    And when the last activations are there that stand aside and were emitted before: at their end a gather is free to begin.
+    And when the last activations of the side chain that were emitted before are there: at their end a gather is free to begin.
 
     Args:
         units: of each the operations that yield what was gathered, and those that read it, in the order of the gathers.
     """
     numbers = {operation.name: number for number, operation in enumerate(program.graph.get_operations())}
-    aside = side_of(program).collectives()
+    side = side_of(program).collectives()
     last: list[tf.Operation] = []
     for gathered, readers in units:
         latest = max(numbers[operation.name] for operation in [*gathered, *last])
         later = [operation for operation in dict.fromkeys(readers) if numbers[operation.name] > latest]
         first = min((numbers[operation.name] for operation in later), default=0)
-        activations = [operation for operation in aside if numbers[operation.name] < first][-1:]
+        activations = [operation for operation in side if numbers[operation.name] < first][-1:]
         run_when_done(later, [*gathered, *last, *activations], program, "forward")
         if later:
             last = [max(later, key=lambda operation: numbers[operation.name])]
@@ -221,7 +221,7 @@ def on_device(program: RankProgram, operations: Sequence[tf.Operation], kind: st
         return program.communicator.mark_on_host(program.rank, operations, kind)
 
 
-def queue_apart(first: Sequence[tf.Operation], second: Sequence[tf.Operation], program: RankProgram) -> None:
+def queue_after(first: Sequence[tf.Operation], second: Sequence[tf.Operation], program: RankProgram) -> None:
     """Has those of `second` that were made after all of `first` queued when the GPU has done these.
 
     Parameters that are gathered ahead: what waits for the end of `first` and of `second` would else begin after both.

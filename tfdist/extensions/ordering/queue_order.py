@@ -10,7 +10,7 @@ it, and they hide the messages of other gradients in the same way.
 A device that begins a collective waits for all that is queued until then (`host_run_ahead`). So gradients of weights
 are queued when the device has computed what the collective sends, and so after it has begun.
 
-Between processes collectives stand on a chain. There those of activations stand aside (`side_chain`) until those of
+Between processes collectives stand on a chain. There those of activations are on the side chain (`side_chain`) until those of
 gradients have been emitted, and each of these gets its place in the same order: behind what it sends. So it is in forward with
 gathers of parameters (stage 3), which are emitted behind the activations that their own layers read:
 
@@ -61,12 +61,12 @@ class QueueOrder(NoOrder):
         self._has_gathers = False
 
     def may_be_overtaken(self) -> contextlib.AbstractContextManager[None]:
-        """A block whose collectives, of activations, stand aside where a chain would have them before all others.
+        """A block whose collectives, of activations, are on the side chain where a chain would have them before all others.
 
         In backward, and in forward where parameters are gathered.
         """
         is_here = self._is_aside and (self._has_gathers or tape.in_backward()) and self._is_in_graph()
-        return self.side.aside() if is_here and not tape.in_vectorized_map() else contextlib.nullcontext()
+        return self.side.on_side_chain() if is_here and not tape.in_vectorized_map() else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def ahead(self, gate: Sequence[tf.Operation], following: Sequence[tf.Operation]) -> Iterator[None]:
@@ -82,13 +82,13 @@ class QueueOrder(NoOrder):
         with self.side.block() as block:
             yield
         numbers = {operation.name: number for number, operation in enumerate(self._program.graph.get_operations())}
-        aside = [numbers[operation.name] for operation in self.side.collectives()]
+        side = [numbers[operation.name] for operation in self.side.collectives()]
         needed = [numbers[operation.name] for operation in (*gate, *host_run_ahead.activations_of(gate, following))]
-        block.place = bisect.bisect(aside, max(needed, default=-1))
+        block.place = bisect.bisect(side, max(needed, default=-1))
 
     @contextlib.contextmanager
     def among_activations(self) -> Iterator[None]:
-        """A block whose collectives stand among those aside, where backward has computed what they need."""
+        """A block whose collectives stand between those of the side chain, where backward has computed what they need."""
         if not self._is_aside or not self._is_in_graph():
             yield
             return
@@ -113,14 +113,14 @@ class QueueOrder(NoOrder):
     def last_on_chain(self, before: Sequence[tf.Operation]) -> list[tf.Operation]:
         return host_run_ahead.last_on_chain(before, self._program)
 
-    def queue_apart(self, first: Sequence[tf.Operation], second: Sequence[tf.Operation]) -> None:
-        host_run_ahead.queue_apart(first, second, self._program)
+    def queue_after(self, first: Sequence[tf.Operation], second: Sequence[tf.Operation]) -> None:
+        host_run_ahead.queue_after(first, second, self._program)
 
-    def queue_in_turn(self, units: Sequence[tuple[Sequence[tf.Operation], Sequence[tf.Operation]]]) -> None:
-        host_run_ahead.queue_in_turn(units, self._program)
+    def queue_units_in_order(self, units: Sequence[tuple[Sequence[tf.Operation], Sequence[tf.Operation]]]) -> None:
+        host_run_ahead.queue_units_in_order(units, self._program)
 
-    def gather_in_turn(self, units: Sequence[Sequence[tf.Operation]]) -> None:
-        host_run_ahead.gather_in_turn(units, self._program)
+    def gather_units_in_order(self, units: Sequence[Sequence[tf.Operation]]) -> None:
+        host_run_ahead.gather_units_in_order(units, self._program)
 
     def limit_lead(
         self, messages: Sequence[Sequence[tf.Tensor]], operations: Sequence[tf.Operation], collectives_each: int = 1
@@ -176,7 +176,7 @@ class QueueOrder(NoOrder):
         return tf.compat.v1.get_default_graph() is self._program.graph
 
     def _activations_before(self, made: Sequence[tf.Operation]) -> int:
-        """Returns how many of the collectives aside stand before what `made`, operations behind backward, are computed of."""
+        """Returns how many of the side chain stand before the sources of `made`, operations after backward."""
         order = self.operations([])
         places = {operation: place for place, operation in enumerate(order)}
         sent = [places[operation] for operation in self.side.collectives()]

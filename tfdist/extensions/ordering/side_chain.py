@@ -3,10 +3,10 @@
 A rank's collectives form one chain, in the order in which they are emitted. Backward emits those of activations when it is
 traced; the reductions of its gradients follow when all of it has been traced, though most could begin long before. In forward
 parameters are gathered when a layer reads them, behind activations that it reads, too, and the gather does not. So activations
-stand on a chain of their own, aside, and what may stand among them says where. When the rank's function has returned, edges
+stand on a chain of their own, the side chain, and a block between them has a place. When the rank's function has returned, edges
 between both chains make them one, and the plan gets its order:
 
-    emitted     A1 A2 A3   R0 R1 R2        A: activations, aside; R: reductions, each in a block with a place
+    emitted     A1 A2 A3   R0 R1 R2        A: activations, on the side chain; R: reductions, each in a block with a place
     they run    A1 R0 A2 R1 A3 R2
 
 All else stands where it is emitted: behind all that has been emitted before it.
@@ -27,7 +27,7 @@ import tensorflow as tf
 from tfdist import temporary
 from tfdist.collectives import RankProgram
 
-LANE = -1  # of the rank's tokens, that of what stands aside; others are those of `transports.chunked`
+LANE = -1  # of the rank's tokens, that of the side chain; others are those of `transports.chunked`
 
 
 @dataclasses.dataclass
@@ -37,7 +37,7 @@ class Block:
     Attributes:
         operations: their numbers in the graph.
         records: those of the collectives in the plan.
-        place: how many of the collectives aside stand before it.
+        place: how many of the collectives of the side chain stand before it.
     """
 
     operations: range
@@ -50,31 +50,31 @@ class SideChain:
 
     def __init__(self, program: RankProgram):
         self._program = program
-        self._since: Block | None = None  # from here on something stands aside
-        self._records: list[int] = []  # of what stands aside, in the plan
+        self._since: Block | None = None  # from here on the side chain has some
+        self._records: list[int] = []  # of the side chain, in the plan
         self._blocks: list[Block] = []
 
-    def aside(self) -> contextlib.AbstractContextManager[None]:
-        """A block whose collectives stand aside. It stands in the rank's own graph."""
+    def on_side_chain(self) -> contextlib.AbstractContextManager[None]:
+        """A block whose collectives are on the side chain. It stands in the rank's own graph."""
         self._since = self._since or self._from_here()
         return temporary.attributes(self._program, _lane=LANE)
 
     def note_record(self) -> None:
-        """Notes that the latest record of the plan is that of a collective that stands aside."""
+        """Notes that the latest record of the plan is that of a collective of the side chain."""
         self._records.append(len(self._program.plan.records[self._program.rank]) - 1)
 
     def collectives(self) -> list[tf.Operation]:
-        """Returns those that stand aside, in order."""
+        """Returns those of the side chain, in order."""
         return self._on(LANE) if self._records else []
 
     def emitted(self) -> list[tf.Operation]:
-        """Returns all collectives that the rank has emitted so far, on the chain and aside, in that order."""
+        """Returns all collectives that the rank has emitted so far, on both chains, in that order."""
         names = {operation.name for operation in (*self._on(0), *self.collectives()) if operation.outputs}
         return [operation for operation in self._program.graph.get_operations() if operation.name in names]
 
     @contextlib.contextmanager
     def block(self) -> Iterator[Block]:
-        """A block whose collectives get a place among those that stand aside; the caller gives it one when it is over."""
+        """A block whose collectives get a place between those of the side chain; the caller gives it one when it is over."""
         block = self._from_here()
         yield block
         here = self._from_here()
@@ -88,11 +88,11 @@ class SideChain:
             return
         assert self._since is not None
         program = self._program
-        on_chain, aside = self._on(0), self.collectives()
+        on_chain, side = self._on(0), self.collectives()
         numbers = {operation.name: number for number, operation in enumerate(program.graph.get_operations())}
         before = [one for one in on_chain if numbers[one.name] < self._since.operations.start]
-        by_number = {numbers[one.name]: one for one in (*before[-1:], *on_chain[len(before) :], *aside)}
-        ours = {numbers[one.name] for one in aside}
+        by_number = {numbers[one.name]: one for one in (*before[-1:], *on_chain[len(before) :], *side)}
+        ours = {numbers[one.name] for one in side}
         order = merged(sorted(ours), sorted(by_number.keys() - ours), [(one.operations, one.place) for one in self._blocks])
         for first, second in itertools.pairwise(order):
             if (first in ours) != (second in ours):
@@ -107,7 +107,7 @@ class SideChain:
         return Block(range(len(operations), len(operations)), range(len(records), len(records)))
 
     def _on(self, lane: int) -> list[tf.Operation]:
-        """Returns what stands on a lane of the rank, in the order in which it was emitted; aside, by this program only."""
+        """Returns what stands on a lane of the rank, in the order in which it was emitted; on the side chain, by this program only."""
         program = self._program
         start = 0 if self._since is None or lane != LANE else self._since.operations.start
         found = program.graph.capture(program.communicator.token(program.rank, lane)).consumers()
@@ -121,12 +121,12 @@ def side_of(program: RankProgram) -> SideChain:
     return side
 
 
-def merged(aside: Sequence[int], others: Sequence[int], blocks: Sequence[tuple[range, int]]) -> list[int]:
+def merged(side: Sequence[int], others: Sequence[int], blocks: Sequence[tuple[range, int]]) -> list[int]:
     """Returns the numbers of both, each ascending, in one order; those of `others` in a block have its place, or a later one."""
-    placed = [(place, 0, number) for place, number in enumerate(aside, 1)]
+    placed = [(place, 0, number) for place, number in enumerate(side, 1)]
     place = 0
     for number in others:
         given = next((given for numbers, given in blocks if number in numbers), None)
-        place = max(place, bisect.bisect(aside, number) if given is None else given)
+        place = max(place, bisect.bisect(side, number) if given is None else given)
         placed.append((place, 1, number))
     return [number for _, _, number in sorted(placed)]

@@ -92,9 +92,9 @@ class StageFunctions:
         forward = functions.forward_in_runs(has_backward) if waits_for_gathers else [functions.forward[has_backward]]
         call = StageCall(functions, [x for x in tf.nest.flatten(given) if x is not None], forward)
         if waits_for_gathers:
-            self._program.order.gather_in_turn([*self._gathered, *(gathered for gathered, _ in call.runs)])
+            self._program.order.gather_units_in_order([*self._gathered, *(gathered for gathered, _ in call.runs)])
             if self._program.order.is_on_chain:
-                self._program.order.queue_in_turn(call.runs)
+                self._program.order.queue_units_in_order(call.runs)
             self._gathered = [gathered for gathered, _ in call.runs[-1:]]
         return call
 
