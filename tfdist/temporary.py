@@ -1,4 +1,4 @@
-"""Blocks in which something is set, and behind which it is as it was before, also after an error."""
+"""Blocks in which something is set, and after which it is as it was before, also after an error."""
 
 import contextlib
 import contextvars
@@ -8,7 +8,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def attributes(owner: Any, **values: Any) -> Iterator[None]:
-    """A block in which `owner`, any object, has these attributes; behind it those that it had, None where there was none."""
+    """A block in which `owner`, any object, has these attributes; after it those that it had, None where there was none."""
     before = {name: getattr(owner, name, None) for name in values}
     try:
         for name, value in values.items():

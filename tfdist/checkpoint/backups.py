@@ -247,7 +247,7 @@ class FitBackup(keras.callbacks.BackupAndRestore):
     # Running
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._current_epoch = epoch  # in the first epoch behind a restart Keras's is 0
+        self._current_epoch = epoch  # in the first epoch after a restart Keras's is 0
         self._restored = None
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -339,7 +339,7 @@ def _write_bytes(path: str, content: bytes) -> None:
 
 
 def _keep_rows_before(callbacks: Iterable[Any], epoch: int) -> None:
-    """Has each `CSVLogger` in `callbacks` write behind the rows of the epochs that are over.
+    """Has each `CSVLogger` in `callbacks` write after the rows of the epochs that are over.
 
     Rows that this run had written of `epoch` and later ones are dropped; rows of runs before, which it has appended to, stay.
     """
@@ -356,7 +356,7 @@ def _drop_rows_from(epoch: int, logger: Any) -> None:
     firsts = [line.partition(logger.sep)[0] for line in lines]
     epochs = [int(first) if first.isdigit() else -1 for first in firsts]
     kept = len(lines)
-    # Behind a row of this run that was dropped is none, or that of the next epoch.
+    # After a row of this run that was dropped is none, or that of the next epoch.
     while kept and epochs[kept - 1] >= epoch and epochs[kept : kept + 1] in ([], [epochs[kept - 1] + 1]):
         kept -= 1
     if kept < len(lines):

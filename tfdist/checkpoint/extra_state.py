@@ -37,7 +37,7 @@ from tfdist.sharding.separate_thread import in_separate_thread
 
 State = dict[str, np.ndarray]
 
-# What stands behind the name of a variable of which each rank's value is stored.
+# What stands after the name of a variable of which each rank's value is stored.
 _COPIES, _SUMMANDS = "/copies", "/summands"
 _SMALL = 1024  # elements: what is smaller is read together, in one message a dtype
 

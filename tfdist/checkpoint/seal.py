@@ -3,7 +3,7 @@
     bytes 0 to 511      HDF5's user block, which it leaves to others: a mark, and CRC-32 of what follows
     bytes 512 to end    what HDF5 wrote
 
-HDF5 finds its data behind such a block by itself, so every program reads the file as any other. Without a seal a damaged file is
+HDF5 finds its data after such a block by itself, so every program reads the file as any other. Without a seal a damaged file is
 seldom known by it: HDF5 notices a part of what is lost, with errors of many kinds, and reads the rest as other numbers.
 
 The seal costs a reading of the file, 0.3 s per GB in memory, when it is written and when it is looked at.
@@ -21,7 +21,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def put_seal(file: Any) -> None:
-    """Seals an open binary file that HDF5 has written behind a user block of `BLOCK_BYTES`, and has closed."""
+    """Seals an open binary file that HDF5 has written after a user block of `BLOCK_BYTES`, and has closed."""
     seal = _seal(file)
     file.seek(0)
     file.write(seal)

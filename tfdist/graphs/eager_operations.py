@@ -1,6 +1,6 @@
 """The operations that a thread runs eagerly: seen as they have run, and run again with other inputs.
 
-TensorFlow hands what watches its operations the list of results that it returns to the caller behind that; and it has told its
+TensorFlow hands what watches its operations the list of results that it returns to the caller after that; and it has told its
 tapes before. So a result that is put in the list is the caller's, and what tapes have recorded of the first one is not reached.
 """
 
@@ -20,7 +20,7 @@ def each_operation_seen_by(see: Callable[[str, Sequence[Any], Sequence[Any], lis
     eagerly.
 
     Attributes are names and values in turns. What `see` puts in the list `outputs` is what the caller gets; not if it may not
-    replace any: then TensorFlow has run the operation in its slower way, and tells tapes behind that.
+    replace any: then TensorFlow has run the operation in its slower way, and tells tapes after that.
     """
 
     def called(kind: Any, inputs: Any, attributes: Any, outputs: Any, op_name: Any = None, graph: Any = None) -> None:

@@ -120,7 +120,7 @@ def same_for_all_rows(operations: Sequence[tf.Operation]) -> None:
 def stand_in(dtype: tf.DType, shape: Sequence[int]) -> tf.Tensor:
     """Returns a tensor that another one is to take the place of: the first input of its operation is nothing.
 
-    Made so that nobody looks at it before: `tf.debugging.enable_check_numerics` puts a check behind what is made in other ways.
+    Made so that nobody looks at it before: `tf.debugging.enable_check_numerics` puts a check after what is made in other ways.
     """
     graph, kind = tf.compat.v1.get_default_graph(), tf.compat.v1.AttrValue(type=dtype.as_datatype_enum)
     attributes = {"dtype": kind, "shape": tf.compat.v1.AttrValue(shape=tf.TensorShape(shape).as_proto())}
@@ -166,7 +166,7 @@ def made_for_loops(operations: Sequence[tf.Operation], since: int) -> set[tf.Ope
 
 
 def branches(operation: tf.Operation) -> list[tf.Graph]:
-    """Returns the graphs of both branches of a traced `tf.cond`, to be looked at; their inputs are its own behind the first."""
+    """Returns the graphs of both branches of a traced `tf.cond`, to be looked at; their inputs are its own after the first."""
     shapes = [tensor.shape for tensor in operation.inputs[1:]]
     names = [operation.get_attr(f"{branch}_branch").name for branch in ("then", "else")]
     return [control_flow_util_v2.get_func_graph(operation, shapes, name) for name in names]

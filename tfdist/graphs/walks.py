@@ -17,7 +17,7 @@ def inputs_first(
     known: Container[Any],
     key: Callable[[tf.Tensor], Any] = lambda tensor: tensor.name,
 ) -> Iterator[tf.Tensor]:
-    """Yields `tensor` and what it is computed of, each behind its inputs, without recursion: graphs are deep.
+    """Yields `tensor` and what it is computed of, each after its inputs, without recursion: graphs are deep.
 
     Args:
         inputs_of: the tensors to yield before a tensor; asked once of each.

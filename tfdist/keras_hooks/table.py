@@ -98,7 +98,7 @@ class Table:
     ) -> Callable[..., Any]:
         """A decorator that adds a row; the decorated function stays as it is. See `Replacement` for the arguments.
 
-        By default `signature` is the parameters of the decorated function behind `original`, and `why` is its docstring. A
+        By default `signature` is the parameters of the decorated function after `original`, and `why` is its docstring. A
         function without such parameters replaces a value.
         """
 
@@ -151,7 +151,7 @@ def resolve(name: str) -> Any:
 
 
 def signature_of(function: Any, skipped: int = 0) -> str:
-    """Returns the parameters of a function behind the first `skipped`, without annotations."""
+    """Returns the parameters of a function after the first `skipped`, without annotations."""
     parameters = list(inspect.signature(function).parameters.values())[skipped:]
     return str(inspect.Signature([parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]))
 

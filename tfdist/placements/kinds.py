@@ -63,9 +63,9 @@ class _OfRows:
     Attributes:
         axis: along which the rows lie, 0 or more. Of a list of tensors (a `TensorList`): of each of its elements.
         rows: the names of the tensors of the batch whose rows these are; () where it is not known which. Several names: parts
-            that stand one behind the other on every rank, so that the order of rows is not that of one device, but their set is.
+            that stand one after the other on every rank, so that the order of rows is not that of one device, but their set is.
         is_even: whether each row of the batch has as many here as every other, so that a rank's part of them is its weight.
-        pieces: how many here each row of `rows` has become, one behind the other; None: it is not known, or differs.
+        pieces: how many here each row of `rows` has become, one after the other; None: it is not known, or differs.
     """
 
     axis: int = 0
@@ -75,7 +75,7 @@ class _OfRows:
 
 
 class Shard(_OfRows):
-    """Rows: the ranks' values, one behind the other along `axis`, are that of one device."""
+    """Rows: the ranks' values, one after the other along `axis`, are that of one device."""
 
     @property
     def is_joined(self) -> bool:

@@ -14,7 +14,7 @@ Note: what is gathered again. A parameter that is sharded over the data axis is 
 again read it in backward, and so it is gathered for them as for the others there (`tfdist.sharding.unshard`), once for both.
 
 Note: gradients of weights before. That of a last layer's bias reads the logits, and nothing waits for it: where it is queued
-behind what is computed again, the logits are there besides. So a region waits for gradients that are smaller than what they are
+after what is computed again, the logits are there besides. So a region waits for gradients that are smaller than what they are
 computed from; none of them waits for a collective (`tfdist.sharding.gradients_in_flight`).
 """
 
@@ -148,7 +148,7 @@ class Recomputation(OfBranch):
     def connect_alone(self) -> None:
         """As `connect`, of a backward that is through, and has a place of its own in the order of the step.
 
-        What comes after it may run before parts of it, which then wait for their turn: it is not put behind them.
+        What comes after it may run before parts of it, which then wait for their turn: it is not put after them.
         """
         self.connect()
         self._regions = [region for region in self._regions if not region.repetitions]

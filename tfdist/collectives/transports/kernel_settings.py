@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdist.collectives.emission import Emission
 
-# No timeout: TensorFlow 2.21 leaves about two sleeping threads behind for every collective that runs with one, until it would
+# No timeout: TensorFlow 2.21 leaves about two sleeping threads for every collective that runs with one, until it would
 # have expired, so that a training run of some minutes exhausts the process's threads. Within one process a missing peer is found
 # while tracing (`CollectivePlan`).
 TIMEOUT_SECONDS = 0.0

@@ -13,7 +13,7 @@ host: TensorFlow lets an operation on the host wait for what the GPU has queued 
 
 Note: on a chain. Between processes a collective begins when the one before it is over, in the middle of some product, and then
 waits for what is queued at that moment. So with every end of products at most one begins, and there the products are queued in
-parts, one for each collective that is to pass behind them: each when the GPU has done the part before. What reads a gather is
+parts, one for each collective that is to run beside them: each when the GPU has done the part before. What reads a gather is
 queued when that is over and the GPU has heard of it, which gives the gather's successor on the chain the time to begin before:
 
     GPU            | products of unit 0 | products of unit 1 | ...
@@ -27,11 +27,11 @@ The GPU waits for the host at the end of each part, so the parts should be few. 
 costs the time of a message: order and numbers do not depend on it.
 
 Note: sums of calls. Where a batch is computed in parts, by calls of functions, a gradient is the sum of what they return and is
-complete with the last of them. A call is held back behind that which completes the message before, but where that needs it: calls
+complete with the last of them. A call is held back after that which completes the message before, but where that needs it: calls
 need not run in the order in which they were made. What a rank does stands in one order, and so no other rank is between the two.
 
-Note: the last message. An update stands on the stream of the products, behind all that is queued when its gradients have been
-reduced; then its parameters are gathered. Behind the last message's products, queued at once, no gather could pass that is not
+Note: the last message. An update stands on the stream of the products, after all that is queued when its gradients have been
+reduced; then its parameters are gathered. After the last message's products, queued at once, no gather could pass that is not
 ready before they begin. So they are queued in parts within a process, too.
 
 The edges lead from what is earlier in the order in which operations are queued (`queue_order`) to what is later,
@@ -79,10 +79,10 @@ def limit_lead(
 
     Args:
         operations: those of the graph, in the order in which they are queued.
-        borders: those of `operations` behind which nothing is queued before a collective of activations is over: there the
+        borders: those of `operations` after which nothing is queued before a collective of activations is over: there the
             host waits already. On a chain those collectives themselves.
-        collectives_each: how many collectives are to pass behind the products of a message, where they are on a chain; else
-            behind those of the last one.
+        collectives_each: how many collectives are to run beside the products of a message, where they are on a chain; else
+            after those of the last one.
     """
     if not is_limited(program):
         return
@@ -116,7 +116,7 @@ def limit_lead(
 
 
 def gather_units_in_order(units: Sequence[Sequence[tf.Operation]], program: RankProgram) -> None:
-    """Has the gathers of a unit begin behind those of the unit before, where all would begin at once, in any order.
+    """Has the gathers of a unit begin after those of the unit before, where all would begin at once, in any order.
 
     What a unit sends is queued when the GPU has what that before sends, and the host has heard of it: that one has begun by then.
     And all have begun before the first is over and what reads it is queued.
@@ -176,9 +176,9 @@ def last_on_chain(before: Sequence[tf.Operation], program: RankProgram) -> list[
 def after_activations(
     readers: Sequence[tf.Operation], following: Sequence[tf.Operation], program: RankProgram
 ) -> list[tf.Operation]:
-    """Returns what a gather waits for, so that it begins behind the collective of activations that `readers` end in.
+    """Returns what a gather waits for, so that it begins after the collective of activations that `readers` end in.
 
-    What comes next waits for that collective, and not for the gather, which then passes behind it.
+    What comes next waits for that collective, and not for the gather, which then runs beside it.
 
     Args:
         following: operations that read the parameters gathered next; that collective stands before them.

@@ -1,7 +1,7 @@
 """In which order a rank's operations are queued on its device.
 
 It is the order in which they were made, but for one thing. A tensor-parallel layer's backward pass sends activations, which the
-products of the layer before wait for. Gradients of weights need not be there by then: computed behind the collective, they hide
+products of the layer before wait for. Gradients of weights need not be there by then: computed after the collective, they hide
 it, and they hide the messages of other gradients in the same way.
 
     made       dX 1   dW 1   dX 0   dW 0   all-reduce of dX 0
@@ -11,8 +11,8 @@ A device that begins a collective waits for all that is queued until then (`host
 are queued when the device has computed what the collective sends, and so after it has begun.
 
 Between processes collectives stand on a chain. There those of activations are on the side chain (`side_chain`) until those of
-gradients have been emitted, and each of these gets its place in the same order: behind what it sends. So it is in forward with
-gathers of parameters (stage 3), which are emitted behind the activations that their own layers read:
+gradients have been emitted, and each of these gets its place in the same order: after what it sends. So it is in forward with
+gathers of parameters (stage 3), which are emitted after the activations that their own layers read:
 
     emitted    gather 0   activations 0   gather 1   activations 1   gather 2   activations 2   gather 3
     chain      gather 0   gather 1   activations 0   gather 2   activations 1   gather 3   activations 2
@@ -20,7 +20,7 @@ gathers of parameters (stage 3), which are emitted behind the activations that t
 Note: no circle. Of the operations between two such collectives those that the second needs come first, each after all that it
 needs itself; then the others. That is an order of all operations which no edge contradicts, and all that `host_run_ahead`, the
 prefetching of parameters and the limit of full gradients add leads from what is earlier in it to what is later. A gather of
-forward is earlier than where it was made, but behind all that it waits for; of parameters that a step has written it is not known
+forward is earlier than where it was made, but after all that it waits for; of parameters that a step has written it is not known
 what they wait for, and they are gathered where they are read. Ranks that run a
 collective together have traced the same operations, and so have the same order.
 """
@@ -72,7 +72,7 @@ class QueueOrder(NoOrder):
     def ahead(self, gate: Sequence[tf.Operation], following: Sequence[tf.Operation]) -> Iterator[None]:
         """A block whose collectives gather parameters in forward: they stand where the operations `gate` are over.
 
-        Behind the activations that these end in, for which what comes next waits: `following` reads the parameters after those
+        After the activations that these end in, for which what comes next waits: `following` reads the parameters after those
         that `gate` reads.
         """
         if not self._is_aside or not self._is_in_graph() or self.has_written:

@@ -2,14 +2,14 @@
 
 A rank's collectives form one chain, in the order in which they are emitted. Backward emits those of activations when it is
 traced; the reductions of its gradients follow when all of it has been traced, though most could begin long before. In forward
-parameters are gathered when a layer reads them, behind activations that it reads, too, and the gather does not. So activations
+parameters are gathered when a layer reads them, after activations that it reads, too, and the gather does not. So activations
 stand on a chain of their own, the side chain, and a block between them has a place. When the rank's function has returned, edges
 between both chains make them one, and the plan gets its order:
 
     emitted     A1 A2 A3   R0 R1 R2        A: activations, on the side chain; R: reductions, each in a block with a place
     they run    A1 R0 A2 R1 A3 R2
 
-All else stands where it is emitted: behind all that has been emitted before it.
+All else stands where it is emitted: after all that has been emitted before it.
 
 Note: no circle. R may be given a place before A only if it does not need what A returns, nor does what stands before R on the
 chain; the places of a chain never fall. So an edge from R to A leads from what does not need A to A. Ranks that share collectives
@@ -107,7 +107,7 @@ class SideChain:
         return Block(range(len(operations), len(operations)), range(len(records), len(records)))
 
     def _on(self, lane: int) -> list[tf.Operation]:
-        """Returns what stands on a lane of the rank, in the order in which it was emitted; on the side chain, by this program only."""
+        """Returns the collectives of a lane of the rank, in the order of emission; of the side chain, those of this program."""
         program = self._program
         start = 0 if self._since is None or lane != LANE else self._since.operations.start
         found = program.graph.capture(program.communicator.token(program.rank, lane)).consumers()

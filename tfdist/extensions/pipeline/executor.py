@@ -332,9 +332,9 @@ class _Pace:
 
     That is so for the next action; and for the gradients of a stage's weights, which come after those of its inputs.
 
-    Note: on a chain. Where messages have an order, one begins when that before it is over. What stands behind a message's source
+    Note: on a chain. Where messages have an order, one begins when that before it is over. What stands after a message's source
     waits for that end, too: the GPU must hear of it first, and so the message begins before. Of an action's source the message
-    is not emitted yet, and that before it is the last on the chain; behind an action its message may be, or others that come
+    is not emitted yet, and that before it is the last on the chain; after an action its message may be, or others that come
     first in the order of all ranks, and all but the last are over. These edges lead from what is earlier in that order to what
     is later, and so close no circle.
 

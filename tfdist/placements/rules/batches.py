@@ -49,7 +49,7 @@ def normalized_gradient(call: Call) -> list[Placement]:
 
 
 def to_blocks(call: Call) -> Placement:
-    """Of SpaceToBatchND: all rows once for each place in a block, one behind the other."""
+    """Of SpaceToBatchND: all rows once for each place in a block, one after the other."""
     given, shape = batch(call), call.value(1)
     if not isinstance(given, Shard) or shape is None or not (given.rows and given.is_even):
         return met(call)

@@ -40,7 +40,7 @@ class Collective:
 
 
 def _send(x: tf.Tensor, place: int, n: int, axis: str) -> tf.Tensor | None:
-    """Each member at an even place sends to the one behind it."""
+    """Each member at an even place sends to the one after it."""
     if place % 2:
         return collectives.receive(x.shape, x.dtype, place - 1, axis)
     return collectives.send(x, place + 1, axis) if place + 1 < n else None

@@ -38,7 +38,7 @@ class Check:
 
     name: str  # "part/what", such as "parity/zero_stage_3", or the part alone
     run: Callable[[Any], Finding]  # called with the `Session` of its process, or whatever the caller gives to all checks
-    is_needed: bool = False  # without it nothing that stands behind it can run
+    is_needed: bool = False  # without it nothing that stands after it can run
 
 
 @dataclasses.dataclass(frozen=True)

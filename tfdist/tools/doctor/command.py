@@ -37,7 +37,7 @@ PARTS = {"bandwidth": bandwidth_checks, "parity": parity_checks, "memory": memor
 
 
 def all_checks(parts: Sequence[str] = tuple(PARTS)) -> list[Check]:
-    """Returns the checks of `parts`, behind those that tell what the machine is."""
+    """Returns the checks of `parts`, after those that tell what the machine is."""
     return [VERSIONS, TOPOLOGY, DEVICES, *(check for part in parts for check in PARTS[part]())]
 
 

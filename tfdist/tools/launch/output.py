@@ -109,11 +109,11 @@ class Lines:
 
 
 def _last_state(line: bytes) -> str:
-    r"""Returns what stands in the line at last: the text behind the last "\r" that has any, "\b" taking a character back."""
+    r"""Returns what stands in the line at last: the text after the last "\r" that has any, "\b" taking a character back."""
     *earlier, state = line.decode(errors="replace").split("\r")
     while earlier and not state.strip("\b "):
         state = earlier.pop()
-    # Behind the text they only move the cursor: Keras goes back that way before it writes the next state.
+    # After the text they only move the cursor: Keras goes back that way before it writes the next state.
     state = state.rstrip("\b")
     if "\b" not in state:
         return state

@@ -10,7 +10,7 @@ from tfdist.tools.planning.known_models import DecoderConfig
 
 
 class DecoderBlock(keras.layers.Layer):
-    """Attention and MLP of a decoder, each behind a normalization, with residuals:
+    """Attention and MLP of a decoder, each after a normalization, with residuals:
 
         x + attention(norm(x)), then x + mlp(norm(x)); in parallel, x + attention(y) + mlp(y) with y = norm(x)
 

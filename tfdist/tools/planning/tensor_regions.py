@@ -25,7 +25,7 @@ _WHOLE, _LOCAL, _COLUMN, _ROW, _HEADS = range(5)
 def on_tensor_rank(buffers: Buffers, trace: StepTrace, sweep: Sweep, shardings: Sequence[LayerSharding], tensor: int) -> Buffers:
     """Returns the buffers of one of `tensor` ranks: parts of what is divided, and what arrives where an output is gathered.
 
-    The gathered parts lie one behind the other, and are put together in a second buffer. What a row layer is given whole it
+    The gathered parts lie one after the other, and are put together in a second buffer. What a row layer is given whole it
     splits, and keeps its part.
     """
     divided = divided_operations(trace, sweep, shardings)

@@ -250,7 +250,7 @@ def _add_part(number: int, watches: Sequence[_Watch]) -> None:
     drawn = [variable.path for variable in early.values() if not variable.dtype.startswith(("float", "bfloat"))]
     if drawn:
         raise errors.not_implemented(
-            f"{type(model).__name__} uses behind a block what it has drawn at random, or counted, before another one; its stages "
+            f"{type(model).__name__} uses after a block what it has drawn at random, or counted, before another one; its stages "
             "would draw it twice.",
             variables=drawn,
             fix="Let a layer of the block draw it, or make the model a graph of layers (`keras.Model(inputs, outputs)`).",

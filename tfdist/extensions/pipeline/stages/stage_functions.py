@@ -10,7 +10,7 @@ The functions stay functions when the step runs (`_noinline`): there is one set 
 (docs/notes/performance.md). The backward is several functions, so that the stage's inputs have their gradients, which another
 rank waits for, before the weights have theirs; and because a function holds what it takes until it has returned. Each function
 reads the weights anew: weights are not among what is saved. At stage 3 it is given those that are gathered when it is called.
-Where gathers pass behind products, the first microbatch's forward is several functions there, too: its first product would else
+Where gathers run beside products, the first microbatch's forward is several functions there, too: its first product would else
 wait for the gathers of all layers.
 
 Not every stage is a function of its inputs. As if this file were not there, each microbatch has operations of its own of a stage
@@ -46,7 +46,7 @@ from tfdist.sharding.units import is_view
 
 # How many functions compute the gradients of a stage's weights. With 1 the first rank's peak of memory under 1F1B is 10 % higher.
 _FUNCTIONS_FOR_WEIGHTS = 4
-# How many forward is at the most where gathers pass behind products: on a chain one gather does behind each.
+# How many forward is at the most where gathers run beside products: on a chain one gather does after each.
 _FUNCTIONS_BEHIND_GATHERS = 12
 
 
@@ -332,7 +332,7 @@ def _split(gradients: Sequence[Any], count: int, bucket_bytes: int | None) -> li
     sizes = [(x.shape.num_elements() or 0) * x.dtype.size for x in gradients]  # as they are sent, whole; 0: not known here
     is_one = bucket_bytes is None or not gradients
     buckets = [list(range(len(gradients)))] if is_one else assign_buckets(sizes, bucket_bytes)
-    if len(buckets) < count:  # the last ones are cut in more: what is sent before a step's end has less to pass behind
+    if len(buckets) < count:  # the last ones are cut in more: what is sent before a step's end has less to run beside
         pieces = sorted(map(len, in_parts(range(count), len(buckets))))
         runs = [run for bucket, number in zip(buckets, pieces, strict=True) for run in in_parts(bucket, number)]
     else:

@@ -73,7 +73,7 @@ def resolve(model: keras.Model, plan: Mapping[str, str], tensor_parallel_size: i
                 "`plan` shards a BatchNormalization that does not stand between layers sharded by column and by row.",
                 layer=sharding.path,
                 role=sharding.role,
-                fix='Shard the layers before and behind it, too, or give it the role "replicate".',
+                fix='Shard the layers before and after it, too, or give it the role "replicate".',
             )
     return shardings
 
