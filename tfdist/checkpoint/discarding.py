@@ -1,4 +1,4 @@
-"""What a worker that is not the chief saves a model into: the stores of Keras, without the files.
+"""Stores into which a worker that is not the chief saves a model: the stores of Keras, without the files.
 
 Everything but the file is Keras's own code, so such a worker reads a variable when, and only when, the chief reads it. Each value
 is dropped as soon as it is read. The names of the stores are private to Keras (`keras.src.saving.saving_lib`):

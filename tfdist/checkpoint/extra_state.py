@@ -1,4 +1,4 @@
-"""What a run needs beyond Keras's weights file, to go on as if it had never stopped.
+"""The state of a run beyond Keras's weights file, which it needs to go on as if it had never stopped.
 
 Keras saves what its walk over a model finds: the variables that layers store, and the optimizer's. It leaves out
 

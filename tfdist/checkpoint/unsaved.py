@@ -1,4 +1,4 @@
-"""What a backup does not have, so that a run that goes on from it begins it anew. It is told once, with the first such backup."""
+"""State that no backup has, so that a run that goes on begins it anew: a warning, once, with the first such backup."""
 
 from typing import Any
 

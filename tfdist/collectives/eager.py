@@ -30,7 +30,7 @@ from tfdist.collectives.transports.transport import Transport, transport_of
 
 @dataclasses.dataclass(eq=False)
 class _Call:
-    """What one rank has come for, and, once `is_done`, the result: as `EagerProgram.together` says."""
+    """The request of one rank, and, once `is_done`, the result: as `EagerProgram.together` says."""
 
     rank: int
     record: CollectiveRecord | None = None  # None when the rank's function has returned

@@ -1,4 +1,4 @@
-"""What one rank emits: collectives, each with its key and its turn, in the graph of its step."""
+"""The emissions of one rank: collectives, each with its key and its turn, in the graph of its step."""
 
 import collections
 import contextlib
@@ -23,7 +23,7 @@ class NotOnTrialError(Exception):
 
 
 class Emission(Rank):
-    """What one rank emits in one trace, or in a branch of it, and the parts of its state (`collectives.parts`).
+    """The emissions of one rank in one trace, or in a branch of it, and the parts of its state (`collectives.parts`).
 
     Attributes:
         graph: the graph in which `strategy.run` was called, or that of the branch; collectives are emitted in it, never inside

@@ -61,19 +61,19 @@ class CollectiveRecord:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What makes two collectives of a group interchangeable on the wire."""
+        """Two collectives of a group with one kind are interchangeable on the wire."""
         # Messages run side by side, and their labels tell which is which.
         own = (self.label,) if self.op == "message" else ()
         return (self.op, self.ranks, self.shape, self.dtype, self.source, *own)
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What all members of the group in one process must agree on."""
+        """All members of the group in one process must agree on it."""
         return (*self.kind, self.label)
 
     @property
     def name(self) -> str:
-        """What an error calls it."""
+        """Its name in errors."""
         return f"{self.op} {self.label!r} of {list(self.ranks)}"
 
 

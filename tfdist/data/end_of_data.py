@@ -28,7 +28,7 @@ _FIX = (
 
 @dataclasses.dataclass(frozen=True)
 class EndOfData:
-    """What the workers of a job have to know of each other to end together.
+    """The common knowledge of a job's workers by which they end together.
 
     Args:
         tasks: the workers, in words.

@@ -23,7 +23,7 @@ Step = tuple[int, int, Any]  # first and last batch of an execution, and the ite
 
 
 class Tape:
-    """What a call of `fit`, `evaluate` or `predict` reads of a Python generator, which is read ahead, and gives back.
+    """The elements of a Python generator that a call of `fit`, `evaluate` or `predict` reads, early, and gives back.
 
         a generator      0 1 2 3 4 5 6 7 ...
         fit, 3 steps     0 1 2 | 3 4           two were read ahead

@@ -1,4 +1,4 @@
-"""What two workers compare to find out that they read the same data in the same order.
+"""Signatures of data, which two workers compare: do they read the same data in the same order?
 
 A signature lists the transformations of a dataset from its end to its sources, without running it:
 

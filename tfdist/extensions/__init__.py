@@ -1,4 +1,4 @@
-"""What the core does without: each folder here adds itself when it is imported, and with one deleted the others go on working."""
+"""Extensions of the core: each folder here adds itself when it is imported, and with one deleted the others go on working."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""What is done around each call of a function that is traced here: dropping values that it changes, taking a turn among threads.
+"""Actions around each call of a function that is traced here: dropping values that it changes, taking a turn among threads.
 
     graph of the function          has `around_calls(drop, key)`, noted while it was traced
       └ called eagerly             drop() is a block around the call

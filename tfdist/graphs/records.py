@@ -1,4 +1,4 @@
-"""What a gradient tape has recorded of a traced graph, and what it is told when operations have been made to read other tensors.
+"""Records of a gradient tape of a traced graph, and their update when operations have been made to read other tensors.
 
 A tape goes back along the tensors that it saw an operation read. Told again of an operation, it goes back along those that the
 operation reads now, by TensorFlow's own gradient of it; what the tape had recorded of it before is no longer reached.

@@ -55,7 +55,7 @@ def sharded_region() -> contextlib.AbstractContextManager[None]:
 
 
 class RankSeeds:
-    """What the ranks of one run of `strategy.run` draw seeds from; one object, which all their programs share.
+    """The source of seeds of one run of `strategy.run`; one object, which all their programs share.
 
     It is made in the thread that runs the ranks, which enters `lent` in each rank's thread, and calls `take_back` at the end.
     In the threads of ranks it stands for Keras's global generator: `next` and `state` are those of that thread's.

@@ -40,7 +40,7 @@ _told: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # 
 
 
 class Statistics(Part):
-    """The statistics that one rank assigns in one trace; an attachment of its program."""
+    """The statistics that one rank assigns in one trace. A part of its state."""
 
     def __init__(self, program: RankProgram):
         self._program = program

@@ -1,4 +1,4 @@
-"""What the losses of a part of the global batch count in the loss of the whole."""
+"""The weight of the losses of a part of the global batch in the loss of the whole."""
 
 import abc
 

@@ -22,7 +22,7 @@ _MARK = "tfdist: every rank gets this batch"
 
 
 class GivenBatch(Part):
-    """Whether a rank was given all rows of the batch, in one trace; an attachment of its program.
+    """Whether a rank was given all rows of the batch, in one trace. A part of its state.
 
     Attributes:
         copies: how many ranks have the rows that this one has, a number or a scalar; 1 where each has its own.

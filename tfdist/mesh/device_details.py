@@ -1,4 +1,4 @@
-"""What is known of devices beside their names: what card it is, what its allocator has given out, how it multiplies float32."""
+"""Details of devices: the card, the bytes that its allocator has given out, how it multiplies float32."""
 
 import contextlib
 import dataclasses

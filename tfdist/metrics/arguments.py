@@ -1,4 +1,4 @@
-"""What a metric is updated with, `given`: its arguments, in any structure; the dense tensors in it, and their masks.
+"""The arguments `given` to a metric's update, in any structure; the dense tensors in it, and their masks.
 
 A metric that is no sum over rows is given the rows of all ranks. Several metrics of a step gather the same predictions once.
 """
@@ -50,7 +50,7 @@ def why_not(given: Any) -> str:
 
 
 class GatheredBatch(Part):
-    """The tensors that one rank has gathered in one trace; an attachment of its program."""
+    """The tensors that one rank has gathered in one trace. A part of its state."""
 
     def __init__(self, program: RankProgram):
         self._program = program

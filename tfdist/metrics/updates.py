@@ -38,7 +38,7 @@ _has_own_rows: weakref.WeakKeyDictionary[keras.metrics.Metric, bool] = weakref.W
 
 
 class RankMetrics(Part):
-    """What one rank's program is doing with metrics; an attachment of it.
+    """The updates of metrics of one rank. A part of its state.
 
     Attributes:
         is_updating: whether it updates one: metrics that this one updates are parts of it.

@@ -1,4 +1,4 @@
-"""What an optimizer does when it is built and applied under a tfdist strategy, in the place of Keras's own."""
+"""`Optimizer.apply` under a tfdist strategy, in the place of Keras's own; and the note of gradients that a tape returns."""
 
 import contextlib
 from collections.abc import Callable

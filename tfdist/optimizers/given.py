@@ -1,4 +1,4 @@
-"""What an optimizer is given, as far as it has come: of each gradient the rank's summand, or what it keeps of a sum.
+"""The gradients that an optimizer is given, as far as each has come: the rank's summand, or its part of a sum.
 
 Before a step is planned the ranks agree on what is open (`take`), so that a plan is made of numbers alone: what backward has left
 is reduced, what a rank's gradients count is known, and gradients that were changed by hand, which may hold random numbers, are

@@ -1,4 +1,4 @@
-"""What one step of an optimizer does, in which order. Pure: gradients are numbers, their places in the step.
+"""The actions of one step of an optimizer, in order. Pure: gradients are numbers, their places in the step.
 
 Backward makes the last layers' gradients first, so the buckets begin there. With `zero_stage=2` and four layers:
 

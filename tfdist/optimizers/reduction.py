@@ -1,6 +1,6 @@
 """From the full gradients of a bucket to their sums over the data axis, in one message.
 
-What happens to a gradient follows from the placements of its variable:
+The placements of its variable decide:
 
     parameter sharded (stage 3)      the tape has reduced it: a flat shard (L,)        nothing moves
     state sharded (stages 1, 2)      reduce-scatter in buckets: a flat shard (L,)

@@ -9,7 +9,7 @@ from tfdist import errors
 
 
 class StandIn(tf.__internal__.types.Tensor):
-    """What an optimizer's update reads and assigns in the place of a parameter, or of one of its slots.
+    """A variable to an optimizer's update, in the place of a parameter, or of one of its slots.
 
     It stands for a shard of a parameter, for the whole of it on its owner, or for several side by side. What is assigned to it is
     only noted, and `value()` returns it: the caller stores or gathers it when the update is over. With a `handle` it is the

@@ -1,4 +1,4 @@
-"""What one rank stores of a variable, and steps on of a parameter."""
+"""A rank's part of a variable: the part that it stores, and the part that it steps on."""
 
 import dataclasses
 from typing import Any
@@ -23,7 +23,7 @@ def local_part(variable: Any, program: RankProgram) -> tf.Variable:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What this rank steps on of a parameter: what it stores, or its shard of a parameter that it stores whole.
+    """The part of a parameter that this rank steps on: its stored part, or its shard of a parameter that it stores whole.
 
     stage              the rank steps on               published by
     0                  the copy that it stores         nothing: all ranks step alike

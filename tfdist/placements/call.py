@@ -1,4 +1,4 @@
-"""What a rule sees of an operation: its type, its attributes, what is known of its inputs; no graph, no rank."""
+"""An operation as a rule sees it: its type, its attributes, its inputs' placements; no graph, no rank."""
 
 import abc
 import copy

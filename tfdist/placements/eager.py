@@ -43,7 +43,7 @@ class _Known(NamedTuple):
 
 
 class EagerFacts(Part):
-    """What one rank of an eager run knows of its tensors; an attachment of its program."""
+    """The placements of one eager rank's tensors. A part of its state."""
 
     def __init__(self, program: RankProgram):
         self._run, self._is_busy, self._is_mending = object(), False, program.mesh.size("data") > 1

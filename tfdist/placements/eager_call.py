@@ -1,4 +1,4 @@
-"""What a rule sees of an operation that has run eagerly: not how many rows a rank has, nor values that are not constant.
+"""An operation that has run eagerly, as a rule sees it: not how many rows a rank has, nor values that are not constant.
 
 A rank knows the sizes and the values of all that it has; other ranks have others, and all are to find the same.
 """

@@ -24,7 +24,7 @@ from tfdist.placements.traced_call import TracedCall
 
 
 class Facts(GraphFacts, OfBranch):
-    """Those of the graph in which a rank's function is traced; an attachment of its program, and of a branch's.
+    """Those of the graph in which a rank's function is traced. A part of its state, and of a branch's.
 
     Attributes:
         declared: by its name, the placement of a tensor of which more was said than its operation says; of the handle of a

@@ -33,7 +33,7 @@ _Reads = dict[tuple[str, int], tuple[tf.Tensor, ...]]  # what an operation of a 
 
 
 class Opening(OfBranch):
-    """The branches of one rank's program that were opened; an attachment of the program, and of a branch's."""
+    """The branches of one rank's program that were opened. A part of its state, and of a branch's."""
 
     def __init__(self, program: RankProgram):
         self._program = program

@@ -1,4 +1,4 @@
-"""What must be read of other ranks so that a tensor is known: a plan of it, before anything is done.
+"""A plan of the reads of other ranks' values by which a tensor is known, before anything is done.
 
 Each operation that makes of known inputs what is not known is asked for what it would have to read instead. That is assumed, and
 the next ones are asked, until the tensor is known. What nothing can be done about is lost, and taken for a rank's own.
@@ -36,7 +36,7 @@ class Want:
 
 
 class RepairPlan(OfBranch):
-    """Plans for the graph of one rank's program; an attachment of the program, and of a branch's.
+    """Plans for the graph of one rank's program. A part of its state, and of a branch's.
 
     Attributes:
         most_bytes: of rows that are gathered, on a rank; 0: none are.

@@ -10,7 +10,7 @@ from tfdist.collectives import Part, RankProgram, all_gather, all_reduce
 
 
 class RankRows(Part):
-    """The part of the global batch that one rank has in one trace; an attachment of the rank's program.
+    """The part of the global batch that one rank has in one trace. A part of its state.
 
     The batch is the first tensor that has rows among the arguments of the function given to `strategy.run`: `x` in `fit`. If the
     function has no such argument, every rank counts as one row.

@@ -40,7 +40,7 @@ class _Agreement:
 
 
 class Redistribution(OfBranch):
-    """What has been redistributed in the graph of one rank's program; an attachment of the program, and of a branch's.
+    """Redistributed tensors of the graph of one rank's program. A part of its state, and of a branch's.
 
     Attributes:
         made: operations that are none of the user's program, and that tapes have not seen.

@@ -25,7 +25,7 @@ Change = tuple[tf.Operation, int, tf.Tensor]  # an operation, the number of one 
 
 
 class Remaking(OfBranch):
-    """What was made again in the graph of one rank's program; an attachment of the program, and of a branch's."""
+    """Operations that were made again in the graph of one rank's program. A part of its state, and of a branch's."""
 
     def __init__(self, program: RankProgram):
         self._program = program

@@ -37,7 +37,7 @@ _MOST_PLANS = 4  # since what is made again may have other static shapes, and th
 
 
 class Repair(OfBranch):
-    """What was mended in the graph of one rank's program; an attachment of the program, and of a branch's.
+    """Repairs of the graph of one rank's program. A part of its state, and of a branch's.
 
     Attributes:
         before_known: called with a loss or a log before it is asked what it is of one device.

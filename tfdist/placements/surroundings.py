@@ -1,4 +1,4 @@
-"""What the repair of a step must see of the graph around an operation: who reads it, what says how large something is."""
+"""The graph around an operation, as the repair of a step must see it: readers, and sizes."""
 
 import math
 from collections.abc import Sequence

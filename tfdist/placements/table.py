@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Kind(enum.Enum):
-    """What an operation does with its inputs."""
+    """The kind of an operation."""
 
     POINTWISE = "an element depends on the same element of each input, or on scalars"
     PRODUCT = "a product of tensors, or a convolution"
@@ -252,7 +252,7 @@ _SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What is known of a type of operation.
+    """The row of a type of operation.
 
     Attributes:
         rule: what it makes of placements.

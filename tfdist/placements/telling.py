@@ -1,4 +1,4 @@
-"""What is told, once, of numbers that a rank cannot compute of its part of a batch, and that could not be mended."""
+"""Warnings, once, of numbers that a rank cannot compute of its part of a batch, and that could not be mended."""
 
 import contextlib
 import threading

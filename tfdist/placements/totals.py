@@ -21,7 +21,7 @@ Tensors: TypeAlias = Sequence[tf.Tensor]
 
 
 class Totals(Part):
-    """What one rank sends of its numbers; an attachment of its program."""
+    """Messages of one rank's numbers. A part of its state."""
 
     def __init__(self, program: RankProgram):
         self._program = program

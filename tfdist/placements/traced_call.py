@@ -1,4 +1,4 @@
-"""What a rule sees of an operation of a graph."""
+"""An operation of a graph, as a rule sees it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

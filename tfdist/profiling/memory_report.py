@@ -1,4 +1,4 @@
-"""What a model really holds on each device."""
+"""The memory that a model really takes on each device."""
 
 import dataclasses
 import math

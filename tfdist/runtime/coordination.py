@@ -1,4 +1,4 @@
-"""What workers tell each other outside of steps: TensorFlow's coordination service, a key-value store that the chief hosts.
+"""Words between workers outside of steps: TensorFlow's coordination service, a key-value store that the chief hosts.
 
 Private names of TensorFlow: the eager context's methods around the service. A put or get costs about a millisecond.
 """

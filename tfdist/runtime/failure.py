@@ -1,4 +1,4 @@
-"""What ended a job, as workers tell it each other and say it at last."""
+"""The end of a job, as workers tell it each other and print it at last."""
 
 import dataclasses
 import os
@@ -10,7 +10,7 @@ from tfdist.runtime.cluster import Cluster
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """What ended the job."""
+    """The failure that ended the job."""
 
     worker_index: int | None  # the worker it started on; None: all wait for each other, and none is behind
     what: str  # a clause about this worker ("raised ValueError: ..."), or a sentence's beginning where there is none

@@ -1,4 +1,4 @@
-"""What is added to TensorFlow's error when a step runs out of a device's memory: what the planner knows of the model."""
+"""The note of TensorFlow's error when a step runs out of a device's memory: the planner's knowledge of the model."""
 
 import importlib
 from typing import Any

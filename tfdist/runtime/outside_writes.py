@@ -1,4 +1,4 @@
-"""What workers assign outside of steps, to variables that all hold: the same on all, or the job ends with the variable's name.
+"""Assignments of workers outside of steps, to variables that all hold: the same on all, or the job ends with the variable's name.
 
     worker 0    model.set_weights(a)     program 7   tells "before 7: kernel 5fa3"    and waits for nobody
     worker 1                             program 7   hears it, now or later, and has said nothing of 7: they part

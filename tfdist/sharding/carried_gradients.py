@@ -17,7 +17,7 @@ from tfdist.sharding import gradient_graph
 
 
 class CarriedGradients(Part):
-    """What has been taken in loops and branches of one rank's program in one trace. A part of its state."""
+    """Gradients that one rank has taken in loops and branches in one trace. A part of its state."""
 
     def __init__(self, program: RankProgram):
         del program

@@ -31,7 +31,7 @@ def _key(tensor: tf.Tensor) -> tuple[int, str]:
 
 
 class Derived:
-    """What of one graph is linear in some of its tensors, with nothing added, and what it is of others in their place.
+    """The tensors of one graph that are linear in some of its tensors, with nothing added, and their images of others.
 
     Subclasses say the same of another kind of operations.
 

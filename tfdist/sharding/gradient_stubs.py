@@ -39,7 +39,7 @@ from tfdist.sharding.units import Unit
 
 @dataclasses.dataclass(eq=False)
 class Stub:
-    """What stands for the gradient of a sharded parameter.
+    """A stand-in for the gradient of a sharded parameter, of the parameter's shape.
 
     Attributes:
         tensor: what the tape has returned.

@@ -10,7 +10,7 @@ from tfdist.collectives import Part, RankProgram
 
 
 class GradientWeight(Part):
-    """What one rank's gradients count in one trace. A part of its state.
+    """The weight of one rank's gradients in one trace. A part of its state.
 
     In a custom training loop a rank's gradient is its summand and counts 1, which is no weight. In a step of Keras's
     trainer it is the gradient of the rank's own mean, and counts the rank's share of the batch's rows:

@@ -1,4 +1,4 @@
-"""What sharding asks of Keras while variables are made and read. Private names: see tests/test_private_names.py."""
+"""Sharding's questions to Keras while variables are made and read. Private names: see tests/test_private_names.py."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What part of a variable each rank stores. Arithmetic only: no TensorFlow here.
+"""Layouts: the part of a variable that each rank stores. Arithmetic only: no TensorFlow here.
 
 global (5, 4), tensor axis 1 in 2 shards, then flat shards over data = 4: 10 elements a half, 3 a rank, 2 of padding
 

@@ -31,7 +31,7 @@ _KEPT = "_tfdist_placement"
 
 @dataclasses.dataclass(frozen=True)
 class PlacementRequest:
-    """What is asked for of a variable.
+    """A request for a variable's placement.
 
     Attributes:
         tensor: the tensor axis of it that is sharded over the mesh's tensor axis, if one is.

@@ -1,4 +1,4 @@
-"""What each rank holds of variables that every rank holds in their whole shape: copies, or summands, that may differ.
+"""Each rank's values of variables that every rank holds in their whole shape: copies, or summands, that may differ.
 
 A summand is what a rank has added up of its own rows: of a metric, or of a gradient that is accumulated before it is reduced.
 Their sum is what the variable is from outside; but a run that goes on from the sum adds up in another order. Copies differ where

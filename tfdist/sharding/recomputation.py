@@ -51,7 +51,7 @@ class Repetition:
 
 @dataclasses.dataclass(eq=False)
 class Region:
-    """What one call of a function has made: the operations that can be made again, and the tensors of it that are dropped."""
+    """The region of one call of a function: the operations that can be made again, and the tensors of it that are dropped."""
 
     operations: list[tf.Operation]
     dropped: list[tf.Tensor]
@@ -59,7 +59,7 @@ class Region:
 
 
 class Recomputation(OfBranch):
-    """What one rank computes again in one trace of `strategy.run`.
+    """Recomputation of one rank in one trace of `strategy.run`. A part of its state.
 
     Attributes:
         idle: the names of operations made again that nothing needs; they do not run.

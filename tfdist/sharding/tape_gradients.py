@@ -1,4 +1,4 @@
-"""What tapes return for whole parameters while a step is traced (stages 0 to 2), and what the user's code reads of it.
+"""Gradients of whole parameters while a step is traced (stages 0 to 2), and who reads their sums.
 
 A tape returns a rank's own summand. An optimizer sums it over the ranks, and as long as the code between does something linear
 (a scale, a mask, a centred gradient), it may do so with summands. Operations that are not linear (clipping, norms, noise, a

@@ -32,7 +32,7 @@ from tfdist.strategy.variable_creation import VariableCreation, check_keras
 
 
 class ShardedExtendedMixin(VariableCreation):
-    """What every tfdist strategy adds to a mirrored one, whatever transport it stands on."""
+    """The additions of every tfdist strategy to a mirrored one, whatever its transport."""
 
     def _setup(self, sharding: MeshConfig, communicator: Communicator) -> None:
         check_keras()

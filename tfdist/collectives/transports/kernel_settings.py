@@ -1,4 +1,4 @@
-"""What every collective kernel of TensorFlow is told, and in which dtype it moves bytes."""
+"""Settings of TensorFlow's collective kernels, and the dtypes in which they move bytes."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""What carries bytes between ranks: the methods that every transport has.
+"""Carriers of bytes between ranks: the methods that every transport has.
 
 A group of ranks has one `Transport`, chosen when the strategy is made, and a pair of ranks one `MessageTransport`. Collectives
 know nothing else of how bytes travel:

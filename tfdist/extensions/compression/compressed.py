@@ -22,7 +22,7 @@ from tfdist.sharding.compression import Compressor
 
 
 class Sums(NamedTuple):
-    """What a rank has of the sums of several parts.
+    """A rank's share in the sums of several parts.
 
     Attributes:
         sums: of each part.

@@ -1,4 +1,4 @@
-"""What travels in fewer bytes in a step: the core's questions, answered."""
+"""Messages in fewer bytes: the core's questions, answered."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What compressed gradients lose, kept and added to the next ones: error feedback.
+"""Error feedback: the losses of compressed gradients, kept and added to the next ones.
 
     rank                   x = g + e            its gradient, and what its messages have not brought across so far
     message                Q(x), encoded        decoded everywhere as D(x)
@@ -28,7 +28,7 @@ from tfdist.sharding.compression import Compressor
 
 @dataclasses.dataclass
 class _Loss:
-    """What a variable's messages have lost, encoded, and the graphs of the steps that have written it."""
+    """The loss of a variable's messages, encoded, and the graphs of the steps that have written it."""
 
     words: tf.Tensor
     variable: Any

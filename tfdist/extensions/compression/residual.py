@@ -27,7 +27,7 @@ from tfdist.sharding.separate_thread import in_separate_thread
 
 
 class Residual(tf.train.experimental.PythonState):
-    """What each rank's messages of gradients of `variable`, of TensorFlow, have lost; nothing at first.
+    """The loss of each rank's messages of gradients of `variable`, of TensorFlow; zero at first.
 
     To `tf.train.Checkpoint` it is the sum over the ranks.
 

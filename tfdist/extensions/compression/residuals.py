@@ -1,4 +1,4 @@
-"""What compressed gradients of an optimizer's variables have lost (`residual`): made, counted in units, and saved.
+"""The losses of compressed gradients of an optimizer's variables (`residual`): made, counted in units, and saved.
 
 It is kept in units of gradients without a loss scale, which changes from step to step. A layer of the optimizer has it in Keras's
 files, separate from the optimizer's variables, so that these are in a file what they are without it:
@@ -23,7 +23,7 @@ from tfdist.sharding import MeshConfig
 
 
 class Residuals(keras.layers.Layer):
-    """What an optimizer's variables have lost, as Keras saves it, and as TensorFlow finds it.
+    """The losses of an optimizer's variables, as Keras saves them, and as TensorFlow finds them.
 
     Args:
         kept: by the variable's place among those of the optimizer.

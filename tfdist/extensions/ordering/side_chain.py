@@ -32,7 +32,7 @@ LANE = -1  # of the rank's tokens, that of the side chain; others are those of `
 
 @dataclasses.dataclass
 class Block:
-    """What is emitted in a block.
+    """The emissions of a block.
 
     Attributes:
         operations: their numbers in the graph.

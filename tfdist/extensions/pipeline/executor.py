@@ -42,7 +42,7 @@ _NOT_OF_THIS_STAGE = (
 
 @dataclasses.dataclass(eq=False)
 class _Forward:
-    """What a backward needs of its forward. With a `call` the tape begins after the call, with the stage's outputs."""
+    """The part of a forward that its backward needs. With a `call` the tape begins after the call, with the stage's outputs."""
 
     tape: tf.GradientTape
     call: StageCall | None
@@ -54,7 +54,7 @@ class _Forward:
 
 @dataclasses.dataclass(eq=False)
 class _Gradients:
-    """What one backward makes."""
+    """The results of one backward."""
 
     of_inputs: list[tf.Tensor]
     of_weights: list[Any]

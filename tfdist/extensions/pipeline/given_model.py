@@ -1,4 +1,4 @@
-"""What a `PipelineModel` is given: a model, or a list of layers or of stages; whether it can be trained in stages."""
+"""The argument of a `PipelineModel`: a model, or a list of layers or of stages; whether it can be trained in stages."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -139,7 +139,7 @@ class PipelineModel(keras.Model, InStages):
 
     @property
     def schedule(self) -> Schedule:
-        """What every rank of the pipeline does, in order."""
+        """The actions of every rank of the pipeline, in order."""
         return self._schedule
 
     def build(self, input_shape: Any) -> None:

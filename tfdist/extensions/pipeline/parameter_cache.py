@@ -27,7 +27,7 @@ Key = tuple[int, tf.DType]  # the id of a variable, and the dtype in which it is
 
 
 class ParameterCache(Part):
-    """What one rank holds in one trace; an attachment of the rank's program.
+    """The parameters that one rank holds in one trace. A part of its state.
 
     Attributes:
         names: the names of the tensors that reads have returned since `held()`, with what they are.

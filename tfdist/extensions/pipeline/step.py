@@ -30,7 +30,7 @@ from tfdist.sharding.sharded_activations import gathered, held_spec, mark_as_hel
 
 
 class Step:
-    """What one rank computes of one batch, by way of an `Executor`.
+    """One rank's step on one batch, by way of an `Executor`.
 
     Args:
         model: the `PipelineModel`.

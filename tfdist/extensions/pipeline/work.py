@@ -1,4 +1,4 @@
-"""What an executor asks of the step whose actions it runs: all that is neither order nor transport nor a gradient."""
+"""The questions of an executor to the step whose actions it runs: neither order, nor transport, nor gradients."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol

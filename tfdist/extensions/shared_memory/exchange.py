@@ -9,7 +9,7 @@ collective is a number of turns:
 so that every byte is copied once into such memory and once out of it; sums are taken as it is read. Turns use the two slots one
 after the other. Who has heard of turn t + 1 from everybody knows that everybody has read the slots of turn t, and may write them.
 
-What is larger than a slot takes several turns. Sums are taken in group order, so that all members hold equal bits.
+Tensors larger than a slot take several turns. Sums are taken in group order, so that all members hold equal bits.
 """
 
 import mmap

@@ -1,4 +1,4 @@
-"""What both protocols of shared memory stand on: sockets to the other processes. No TensorFlow here.
+"""The basis of both protocols of shared memory: sockets to the other processes. No TensorFlow here.
 
 Bytes go through memory that one process writes and others read; a short packet over a socket tells that they are there. Who
 waits, waits for a packet, and so learns at once of a process that has ended, or of `abort` in this one.

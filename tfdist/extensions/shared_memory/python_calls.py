@@ -49,7 +49,7 @@ class _Call(script_ops.EagerFunc):
 
 
 class PythonCalls(Part):
-    """What the calls of one rank share in one trace.
+    """Common state of the calls of one rank in one trace. A part of the rank's state.
 
     Attributes:
         on_first_call: what the first call does, the first sign that the graph is executable.

@@ -1,4 +1,4 @@
-"""What may stand between two sharded layers: operations that treat every element of the sharded axis by itself.
+"""Operations that may stand between two sharded layers: those that treat every element of the sharded axis by itself.
 
 If `f` is elementwise then `[f(Y_1), …, f(Y_t)] = f([Y_1, …, Y_t])`: each rank applies it to its own part.
 """

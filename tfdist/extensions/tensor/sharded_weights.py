@@ -1,4 +1,4 @@
-"""What tensor-parallel layers have in common: weights that are sharded, and what cannot be done with them."""
+"""Common code of tensor-parallel layers: weights that are sharded, and the refusal of uses that they do not bear."""
 
 from collections.abc import Callable
 from typing import Any

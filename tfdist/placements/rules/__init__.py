@@ -1,1 +1,1 @@
-"""What operations make of placements, by kind of operation: functions of a `Call`, which `table` knows by types of operations."""
+"""Rules: the placements of results, by kind of operation: functions of a `Call`, which `table` knows by types of operations."""

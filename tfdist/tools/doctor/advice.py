@@ -1,4 +1,4 @@
-"""What to change, of what was seen: each rule looks at the outcomes, and says something only where it finds its sign."""
+"""Advice: each rule looks at the outcomes, and says something only where it finds its sign."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ _LARGE_BYTES = 16 * 2**20
 
 
 class Seen:
-    """What the outcomes say, looked up by name; of a check that did not run, or went wrong, there are no data."""
+    """The outcomes' data, looked up by name; of a check that did not run, or went wrong, there are no data."""
 
     def __init__(self, outcomes: Sequence[Outcome]):
         self.outcomes = {outcome.name: outcome for outcome in outcomes}

@@ -1,4 +1,4 @@
-"""What the operations of a step take together, from the times of a Transformer's block.
+"""The time of a step's operations together, from the times of a Transformer's block.
 
 Operations do not take in a step what each takes over and over: what they read has left the caches since, what they write is
 elsewhere each time, and the executor hands them to other threads.

@@ -25,7 +25,7 @@ class LeftOutError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What a check has found."""
+    """The finding of a check."""
 
     summary: str  # a line for the reader
     data: dict[str, Any] = dataclasses.field(default_factory=dict)  # the figures, what JSON can carry

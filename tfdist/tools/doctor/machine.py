@@ -1,4 +1,4 @@
-"""What the machine is: versions, devices, links, and how bytes will travel between the devices."""
+"""The machine: versions, devices, links, and how bytes will travel between the devices."""
 
 import dataclasses
 import importlib.metadata

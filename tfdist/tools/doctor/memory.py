@@ -1,4 +1,4 @@
-"""What each ZeRO stage takes of a device's memory, against its closed formula.
+"""The memory of each ZeRO stage on a device, against its closed formula.
 
     bytes of parameters, gradients and Adam's state = parameters x bytes per parameter of the stage, plus padding to N equal parts
 

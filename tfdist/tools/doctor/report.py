@@ -13,7 +13,7 @@ _LAST_LINES = 6
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What was found on all workers."""
+    """The findings of all workers."""
 
     outcomes: tuple[Outcome, ...]  # of the checks, in order
     started: str  # when, as ISO 8601 in UTC

@@ -1,4 +1,4 @@
-"""What the checks of one process share: the devices, and strategies over them."""
+"""Common to the checks of one process: the devices, and strategies over them."""
 
 import dataclasses
 import functools

@@ -82,7 +82,7 @@ def _done(things: Things, in_a_trip: int, trips: tf.Tensor) -> tf.Tensor:
 
 
 class Timed:
-    """What every rank computes, timed on this worker as often as asked for.
+    """A computation of every rank, timed on this worker as often as asked for.
 
     From when all ranks have met until the last is through, by a clock that is read within the step: workers leave a barrier
     milliseconds apart, and who begins last would have the least time. Workers that share a processor have what they share then.

@@ -37,7 +37,7 @@ USAGE_EXIT_CODE = 2
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to run, the same in every attempt."""
+    """The command, the same in every attempt."""
 
     command: tuple[str, ...]  # what follows `python -u`: the script, or "-m" and the module, and its arguments
     device_environments: tuple[dict[str, str], ...]  # variables of each worker, in order of rank
@@ -209,7 +209,7 @@ class Attempt:
             worker.signal(number)
 
     def _outcome(self) -> Outcome:
-        """What the workers' ends mean together. Call it when their output is complete."""
+        """The meaning of the workers' ends together. Call it when their output is complete."""
         failed = min(self._failures, key=lambda worker: worker.exit_code == PEER_FAILED_EXIT_CODE, default=None)
         failure = self._describe(failed) if failed else ""
         if self._received:

@@ -1,4 +1,4 @@
-"""What a worker prints: in whole lines under its name, raw in a file, and its end, for the case that it fails."""
+"""The output of a worker: in whole lines under its name, raw in a file, and its end, for the case that it fails."""
 
 import collections
 import re

@@ -1,4 +1,4 @@
-"""What vendors' data sheets say of devices, as a `Hardware` of which nothing is measured.
+"""Vendors' data sheets of devices, as a `Hardware` of which nothing is measured.
 
 Rates are of dense products, without sparsity, and count half: what large products reach in practice is between 40 and 70 % of the
 peak. A link counts one direction of the sheet's figure, which is of both, and 80 % of it; memory 80 %. Latencies, the cost of an

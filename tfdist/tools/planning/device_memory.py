@@ -1,4 +1,4 @@
-"""What the fullest device of a plan holds at once."""
+"""The memory of the fullest device of a plan."""
 
 import dataclasses
 

@@ -26,7 +26,7 @@ _MESSAGES = re.compile(r"(^|/)(unshard|reduce_scatter|all_gather|all_reduce|pipe
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """What was read from the graphs of ranks: of one, or of the first rank at each place of a pipeline.
+    """Figures from the graphs of ranks: of one, or of the first rank at each place of a pipeline.
 
     Attributes:
         memory: what the fullest of these ranks' devices holds.

@@ -1,4 +1,4 @@
-"""What a replica of a traced model computes and sends under a candidate."""
+"""The work and the messages of a replica of a traced model under a candidate."""
 
 import functools
 import math

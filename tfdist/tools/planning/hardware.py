@@ -1,4 +1,4 @@
-"""What devices and links can do, in the terms in which the time of a step is estimated.
+"""The abilities of devices and links, in the terms in which the time of a step is estimated.
 
     a product of two matrices     FLOPs / rate, which grows with the FLOPs of the product; on a CPU its bytes come on top
     what only moves bytes         bytes read and written / `bytes_per_second`, of tensors that no cache has kept

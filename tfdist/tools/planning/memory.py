@@ -1,4 +1,4 @@
-"""What one device holds under a plan: model state by arithmetic, to the byte, and on top of it what a step takes."""
+"""The memory of one device under a plan: model state by arithmetic, to the byte, and on top of it what a step takes."""
 
 import dataclasses
 import functools

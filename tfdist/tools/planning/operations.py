@@ -1,4 +1,4 @@
-"""What operations of TensorFlow do with memory: whose output is an input's buffer, and who may take one over."""
+"""Operations of TensorFlow and memory: whose output is an input's buffer, and who may take one over."""
 
 import math
 

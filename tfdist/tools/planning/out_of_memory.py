@@ -1,4 +1,4 @@
-"""What filled a device's memory when a step failed for it, and which settings would take less: notes of TensorFlow's error.
+"""The tensors that filled a device's memory when a step failed, and settings that take less: notes of TensorFlow's error.
 
 State is what the model holds (`memory_report`). The allocator knows how much was in use at most: what is left of that are
 activations and buffers. What a setting would save is the difference of two plans, for as many examples as make the plan's
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
-    """What would take less.
+    """A setting that would take less.
 
     Attributes:
         setting: as it is written in a program, or in words.

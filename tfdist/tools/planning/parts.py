@@ -1,4 +1,4 @@
-"""What ranks keep of each weight of a model under a plan."""
+"""Ranks' parts of each weight of a model under a plan."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from tfdist.tools.planning.traced_model import TracedModel, Weight
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one rank keeps of a weight.
+    """One rank's part of a weight.
 
     Attributes:
         weight: the weight.
@@ -38,7 +38,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RankParts:
-    """What the ranks at one place of a pipeline keep: parts of all weights of their stages, in the order of `traced.weights`."""
+    """The parts of ranks at one place of a pipeline, of all weights of their stages, in the order of `traced.weights`."""
 
     parts: tuple[Part, ...]
 

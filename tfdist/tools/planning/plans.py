@@ -51,7 +51,7 @@ class Plans:
 
     @property
     def fitting(self) -> list[Estimated]:
-        """What fits, the fastest first."""
+        """The plans that fit, the fastest first."""
         return [one for one in self.candidates if one.fits]
 
     @property

@@ -44,7 +44,7 @@ class RankTrace:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-    """What is traced: a model, and what it is to be trained on.
+    """The subject of a trace: a model, and its batch.
 
     Attributes:
         build: the function that makes the model.

@@ -40,7 +40,7 @@ class Estimated:
 
     @property
     def device_memory(self) -> DeviceMemory:
-        """What decides: the memory that a dry run has found, or the planned memory."""
+        """The memory that decides: the memory that a dry run has found, or the planned memory."""
         return self.memory if self.dry_run is None or self.dry_run.failure else self.dry_run.memory
 
     @property
@@ -60,7 +60,7 @@ class Estimated:
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """What is enumerated.
+    """The candidates that are enumerated.
 
     Attributes:
         devices: how many there are; all of them are used.

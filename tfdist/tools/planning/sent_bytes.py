@@ -1,4 +1,4 @@
-"""What a rank sends in a training step under a plan, by axis of the mesh: to the byte what `strategy.last_plan` counts.
+"""The bytes that a rank sends in a training step under a plan, by axis of the mesh: to the byte what `strategy.last_plan` counts.
 
 With P bytes of the local part of parameters, padded to N equal shards, and ring algorithms:
 

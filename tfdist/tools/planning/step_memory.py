@@ -1,4 +1,4 @@
-"""What a step holds on a device on top of parameters and optimizer state, at its fullest moment."""
+"""The memory of a step on a device, on top of parameters and optimizer state, at its fullest moment."""
 
 import functools
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What is in memory in the course of one step of a model, by the layers that made it."""
+"""The memory in the course of one step of a model, by the layers that made it."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from tfdist.tools.planning.step_trace import StepTrace
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepProfile:
-    """What is in memory in the course of one step of a replica, weights aside.
+    """The memory in the course of one step of a replica, without weights.
 
     Attributes:
         batch_size: the examples that a replica computes with.

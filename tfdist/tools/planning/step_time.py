@@ -52,7 +52,7 @@ class StepTime:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What one replica computes and sends in a step under a candidate, in numbers: what `step_time` makes a time of.
+    """The work and the messages of one replica in a step under a candidate, of which `step_time` makes a time.
 
     Attributes:
         forward: seconds of forward of one microbatch, of all stages together, among all devices at work.
@@ -159,7 +159,7 @@ def _simulated(
 
 @dataclasses.dataclass(frozen=True)
 class _Links:
-    """What the messages of a step take, over the links that the groups of a mesh use."""
+    """The time of a step's messages, over the links that the groups of a mesh use."""
 
     step: Step
     candidate: Candidate

@@ -1,4 +1,4 @@
-"""What is known of a model from traces without data and without the values of weights."""
+"""A model, as far as it is known from traces without data and without the values of weights."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What a traced training step computes: the operations of forward and backward, with their FLOPs and the bytes that they move."""
+"""The work of a traced training step: the operations of forward and backward, with their FLOPs and the bytes that they move."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline does in one slot of its schedule: one phase of one stage for one microbatch.
+"""An action of a rank of a pipeline in one slot of its schedule: one phase of one stage for one microbatch.
 
 2F0    stage 2, forward, microbatch 0
 """
@@ -13,7 +13,7 @@ ACTION_TEXT = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
 
 
 class Phase(enum.Enum):
-    """What an action computes, and what it leaves in memory. The value is the letter of the text form.
+    """The computation of an action, and the memory that it leaves in use. The value is the letter of the text form.
 
     * `FORWARD`, F: computes the output of the stage. From here on the stage holds the microbatch's activations.
     * `BACKWARD`, B: computes the gradients of the stage's input and weights, and frees the activations.

@@ -1,4 +1,4 @@
-"""What each action of a pipeline waits for, when it can start, and what its rank holds meanwhile.
+"""The inputs that each action of a pipeline waits for, when it can start, and the memory of its rank meanwhile.
 
     F(s, m)         after F(s-1, m)
     B or I (s, m)   after F(s, m), and after B or I (s+1, m)

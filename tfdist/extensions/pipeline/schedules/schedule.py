@@ -11,7 +11,7 @@ from tfdist.extensions.pipeline.schedules.validation import sizes_of, validate
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What every rank of a pipeline does, in order, and in which slot of time.
+    """The actions of every rank of a pipeline, in order, each in a slot of time.
 
         1f1b: 2 stages on 2 ranks, 3 microbatches
 

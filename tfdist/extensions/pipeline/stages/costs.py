@@ -1,4 +1,4 @@
-"""What the layers of a model cost: floating-point operations, bytes of weights and of outputs."""
+"""Costs of a model's layers: floating-point operations, bytes of weights and of outputs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from tfdist.sharding import keras_scope
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one call of a layer or operation costs.
+    """The cost of one call of a layer or operation.
 
     Attributes:
         name: the name of the layer or operation.

@@ -52,7 +52,7 @@ class Event:
 
 @dataclasses.dataclass
 class Trace:
-    """What one call of the model did.
+    """A record of one call of the model.
 
     Attributes:
         inputs: the symbols that the model was called with.

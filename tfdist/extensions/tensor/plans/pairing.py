@@ -33,7 +33,7 @@ _LOCAL = (
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """What a symbol holds where it is sharded: the axis, counted from the front, and the layers whose output it is made of."""
+    """The mark of a sharded symbol: the axis, counted from the front, and the layers whose output it is made of."""
 
     axis: int
     sources: frozenset[keras.Layer]

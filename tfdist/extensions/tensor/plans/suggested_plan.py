@@ -9,7 +9,7 @@ from tfdist.tables import size_text, table_lines
 
 @dataclasses.dataclass(frozen=True)
 class SuggestedSharding:
-    """What is suggested for one layer.
+    """The suggestion for one layer.
 
     Attributes:
         path: the layer's path.

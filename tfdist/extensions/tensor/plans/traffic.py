@@ -1,4 +1,4 @@
-"""What a sharded layer moves between the t tensor ranks, forward and backward, in units of (t - 1)/t elements.
+"""The traffic of a sharded layer between the t tensor ranks, forward and backward, in units of (t - 1)/t elements.
 
 A ring all-reduce of S elements moves 2 S (t - 1)/t through each rank, an all-gather or a reduce-scatter S (t - 1)/t.
 For `Y = X A`, X of I elements and Y of O, of which a gradient flows back to G of X's I (all, or none of the model's own inputs):
