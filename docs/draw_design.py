@@ -118,7 +118,7 @@ def chains() -> str:
 
 
 def _table(records: Sequence[CollectiveRecord], what: str, state: Callable[[CollectiveRecord], list[str]]) -> str:
-    lines = [f"{'message':28}{'bytes':>5}   {what} of layer {' '.join(map(str, range(LAYERS)))}"]
+    lines = [f"{'message':28}{'sent':>5}   {what} of layer {' '.join(map(str, range(LAYERS)))}"]
     width = len(lines[0]) - 2 * LAYERS + 1
     for record in records:
         line = f"{record.label:28}{record.sent_bytes:5.0f}"

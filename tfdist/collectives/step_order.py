@@ -1,4 +1,4 @@
-"""In which order a rank's operations are queued on its device, and its collectives sent: what the core asks of an extension."""
+"""In which order a rank's operations are queued on its device, and its collectives sent: `NoOrder` does nothing about it."""
 
 import contextlib
 from collections.abc import Sequence

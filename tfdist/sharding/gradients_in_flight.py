@@ -1,4 +1,4 @@
-"""How many full gradients of one backward pass exist at once.
+"""Control edges that limit how many full gradients of one backward pass exist at once.
 
 Backward would outrun the chain of collectives that reduces them, and all full gradients would exist at once, as in stage 1. So a
 gradient is not computed before an earlier one has been reduced: the one two messages before it. Where ranks meet in memory and

@@ -1,4 +1,4 @@
-"""A rank's parts of sums over the ranks, by the gradient that the user's code has in its hands.
+"""Which gradients are reduced already: from the tensor that the user's code has to the rank's part of the sum.
 
 An optimizer takes what has been summed as it is, and does not sum it again. An eager rank is handed the gradients of sharded
 parameters as sums, whole. There is no graph that would tell what becomes of them: where this rank's own summand is wanted, it is

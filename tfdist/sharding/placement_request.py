@@ -40,7 +40,7 @@ class PlacementRequest:
         data_owner: the place in its sharding group of the rank that alone keeps the slot there, whole; None: it is sharded as the
             ZeRO stage says.
         is_partial: whether each rank keeps a summand of it.
-        is_replicated: whether it is no parameter, though it is trainable.
+        is_replicated: whether every data rank keeps all of it, though it is trainable.
         is_of_metric: whether it is a metric's state (see `PartialSyncOnReadVariable`).
     """
 

@@ -1,7 +1,7 @@
 """The ZeRO stages as a table of placements over the data axis (Rajbhandari et al. 2020).
 
-A stage is data, not a code path: what is done with a parameter, its gradient and its optimizer state follows from where they are
-placed.
+A stage is data, not a code path. The layout of each variable follows from it (`placement_request`, `MeshConfig.slot_layout`), and
+gathers ask that; the plan of an optimizer's step asks the stage, too.
 """
 
 import dataclasses
