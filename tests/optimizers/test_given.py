@@ -107,10 +107,10 @@ def test_a_changed_gradient_is_made_the_same():
 
     def function(target):
         config = tf.distribute.get_strategy().sharding_config
-        return given._agreed([tf.fill([5], rank_id() + 1.0)], [target], config, target.program)
+        return given._agreed([rank_id() + 1 + 10 * tf.range(5.0)], [target], config, target.program)
 
     found, counts = on_ranks(function, 0)
-    np.testing.assert_array_equal([x for [x] in found], [[1, 1, 2, 2, 3]] * 3)
+    np.testing.assert_array_equal([x for [x] in found], [[1, 11, 22, 32, 43]] * 3)
     assert counts == {"all_gather": 1}
 
 

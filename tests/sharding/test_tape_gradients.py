@@ -63,6 +63,7 @@ def test_what_is_not_linear_reads_the_sum():
 def test_what_is_summed_now():
     def function(state, gradient):
         state.sum_now([gradient / 3])
+        state.sum_now([gradient / 5])
         return state.whole_of(-gradient)
 
     found, counts = on_ranks(function)
