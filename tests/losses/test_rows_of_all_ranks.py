@@ -30,6 +30,18 @@ def test_a_function_gets_all_rows_as_they_are():
     assert float(loss(tf.nest.map_structure(tf.constant, everything), tf.constant(np.concatenate(PRED)))) == 32.5
 
 
+def test_a_function_of_two_tensors_gets_integers_too():
+    """Which Keras would turn into floats."""
+    given = []
+
+    def largest(y_true, y_pred):
+        given.append(y_true.dtype)
+        return tf.reduce_max(tf.cast(y_true, tf.float32) * y_pred)
+
+    assert float(np.sum(run(strategy_on(2), OverGlobalBatch(largest), TRUE, PRED))) == 32
+    assert given == [tf.int32] * 2
+
+
 def test_what_keras_has_put_on_predictions_is_gathered_with_them():
     given = []
 
