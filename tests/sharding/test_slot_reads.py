@@ -1,11 +1,14 @@
 """A slot reads whole in a rank's function, by one message, and as what the rank stores where an optimizer steps."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import tensorflow as tf
 from ranks import run, strategy_on
 
 from tfdist.collectives import current_program
+from tfdist.sharding.gradient_stubs import GradientStubs
 from tfdist.sharding.slot_reads import SlotReads
 
 VALUE = np.arange(1, 6, dtype="float32")  # 2 elements a rank of 3, one of padding
@@ -42,3 +45,22 @@ def test_a_loop_can_read_none():
 
     with pytest.raises(NotImplementedError, match="is read in a loop"):
         run(strategy, on_rank)
+
+
+@pytest.mark.parametrize("is_stepping", [False, True])
+def test_what_the_program_writes_gets_sums(is_stepping):
+    """A slot that an optimizer's own step writes is none of these."""
+    strategy, slot = sharded(2)
+
+    def on_rank():
+        program = current_program("test")
+        reads, stubs = program.part(SlotReads), program.part(GradientStubs)
+        with reads.stepping() if is_stepping else contextlib.nullcontext():
+            reads.note_written(slot)
+        value = tf.stack([1.0, 2.0, 3.0])
+        tf.raw_ops.AssignAddVariableOp(resource=slot.component(program.rank).handle, value=value)
+        [writer] = value.consumers()
+        assert stubs.gets_summand(writer, value) is is_stepping
+        return []
+
+    run(strategy, on_rank)
