@@ -54,6 +54,8 @@ def ones():
         (lambda g: lambda s: [s + g()], [ones], []),  # something is added
         (lambda g: lambda s: [s + tf.square(g())], [zeros], []),
         (lambda g: lambda s, t: [s + g(), t + 1.0], [zeros, zeros], [0]),
+        (lambda g: lambda s, t: [t + g(), s], [zeros, zeros], [0, 1]),  # that of the round before
+        (lambda g: lambda s, t: [g(), s], [zeros, zeros], [0, 1]),
         (lambda g: lambda s, t: [t + g(), s], [zeros, ones], []),  # the ones come round
         (lambda g: lambda s, t, u: [t + g(), u, u], [zeros, zeros, ones], []),  # after two rounds
     ],

@@ -44,7 +44,7 @@ def noted(found: Any, sources: Any, is_of_weights: Callable[[Any, RankProgram], 
             if is_of_trainer and not is_in_loop and here is not None and tape.tapes_watching([flat[place]]):
                 flat[place] = _read_by_all(flat[place], here.part(Redistribution))
     for place in parameters if is_in_loop else ():
-        gradients.note_in_loop(flat[place])
+        gradients.note_in_loop(flat[place], sources[place])
     if tensors:
         gradients.note([flat[place] for place in tensors], [None] * len(tensors))
     if parameters and not is_in_loop:

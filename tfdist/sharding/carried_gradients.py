@@ -7,7 +7,7 @@
 A loop can send nothing, and what is returned from a branch is a rank's own. So the sum over the ranks is made outside.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 
 import tensorflow as tf
 
@@ -44,27 +44,32 @@ class CarriedGradients(Part):
         `linear_in` something; with the gradients that are in them."""
         if operation.type not in (*tape.BRANCHES, *tape.LOOPS) or tape.is_backward(operation):
             return {}
-        given = {place for place, x in enumerate(operation.inputs) if linear_in(x) is not None or gradient_graph.is_zero(x)}
+        given: dict[int, frozenset[str]] = {}
+        for place, x in enumerate(operation.inputs):
+            if (found := linear_in(x)) is not None or gradient_graph.is_zero(x):
+                given[place] = found or frozenset()
         if operation.type in tape.BRANCHES:
-            found = [self._linear_outputs(one, {place - 1 for place in given}) for one in tape.traced_branches(operation)]
-            places = set.intersection(*map(set, found)) if found else ()
-            return {place: frozenset().union(*(one[place] for one in found)) for place in places}
-        while True:  # what goes round is what the body makes of it
+            inside = {place - 1: found for place, found in given.items()}
+            of_branches = [self._linear_outputs(one, inside) for one in tape.traced_branches(operation)]
+            places = set.intersection(*map(set, of_branches)) if of_branches else ()
+            return {place: frozenset().union(*(one[place] for one in of_branches)) for place in places}
+        while True:  # a value that goes round is the one before, and what the body makes of that
             around = self._linear_outputs(tape.body(operation), given)
-            if not given - around.keys():
-                return {place: around[place] for place in given}
-            given &= around.keys()
+            after = {place: found | around[place] for place, found in given.items() if place in around}
+            if after == given:
+                return given
+            given = after
 
-    def _linear_outputs(self, graph: tf.Graph, given: Collection[int]) -> dict[int, frozenset[str]]:
-        """Returns, by place, the outputs that are linear in gradients and in the inputs at the places `given`; with the gradients
-        that are in them."""
-        names = {graph.inputs[place].name for place in given}
+    def _linear_outputs(self, graph: tf.Graph, given: Mapping[int, frozenset[str]]) -> dict[int, frozenset[str]]:
+        """Returns, by place, the outputs that are linear in gradients and in the inputs `given` by place; with the gradients that
+        are in them, as `given` has those of inputs."""
+        names = {graph.inputs[place].name: found for place, found in given.items()}
 
         def leaf(x: tf.Tensor) -> frozenset[str] | None:
             if (id(x.graph), x.name) in self._taken:
                 return frozenset([x.name])
             if x.name in names or gradient_graph.is_zero(x):
-                return frozenset()
+                return names.get(x.name, frozenset())
             return self._linear_in(x.op, linear.of).get(x.value_index)
 
         linear = gradient_graph.Derived(leaf)

@@ -86,8 +86,7 @@ class TapeGradients(OfBranch):
             if variable is not None or grad.name not in self._summands:
                 self._add(_Summand(grad, variable, is_in_loss and variable is not None))
             if variable is not None:
-                stored = variable if isinstance(variable, tf.Variable) else variable.value
-                self._stubs.note_gets_sum(stored.values[self._program.local_index].handle)
+                self._note_gets_sum(variable)
             if self._program.outer is not None:
                 self._program.part(CarriedGradients).note(grad)
 
@@ -105,10 +104,15 @@ class TapeGradients(OfBranch):
             if not tape.is_backward(x.op) and not self._numbers.is_of_gradients(x):
                 self._program.part(Repair).known(x, "gradient")
 
-    def note_in_loop(self, grad: tf.Tensor) -> None:
-        """Notes what a tape has returned in a loop, where nothing can be summed: a rank's summand, of what may come out."""
+    def note_in_loop(self, grad: tf.Tensor, variable: Any) -> None:
+        """Notes the gradient of `variable` that a tape has returned in a loop, where nothing can be summed: a rank's summand."""
         self.be_asked()
+        self._note_gets_sum(variable)
         self._program.part(CarriedGradients).note(grad)
+
+    def _note_gets_sum(self, variable: Any) -> None:
+        stored = variable if isinstance(variable, tf.Variable) else variable.value
+        self._stubs.note_gets_sum(stored.values[self._program.local_index].handle)
 
     def be_asked(self) -> None:
         """Lets what comes out of loops and branches be looked at, in this program and in those around it."""
@@ -146,6 +150,7 @@ class TapeGradients(OfBranch):
     def note_slot(self, whole: tf.Tensor) -> None:
         """Notes that `whole` is the whole value of an optimizer's slot, the same on all ranks."""
         self._slots.add(whole.name)
+        self._sources.forget(whole)
 
     def _is_whole(self, tensor: tf.Tensor) -> bool:
         return tensor.name in self._wholes or tensor.name in self._slots

@@ -95,3 +95,35 @@ def by_hand(strategy):
 @pytest.mark.parametrize("zero_stage", [0, *map(exhaustive, (1, 2, 3))])
 def test_without_an_optimizer(zero_stage):
     assert_as_on_one_device(by_hand, zero_stage)
+
+
+def in_the_graphs_loop(strategy):
+    """The gradients of a `tf.while_loop`, and those of the round before, written to parameters by hand."""
+    with strategy.scope():
+        kernel, bias = tf.Variable(tf.fill((15, 7), 0.1)), tf.Variable(tf.zeros(7))
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+
+    @tf.function
+    def step(x, y):
+        def on_rank(x, y):
+            def rounds(number, of_kernel, of_bias, before):
+                with tf.GradientTape() as tape:
+                    loss = loss_of(y, x @ kernel + bias) * (1.0 + tf.cast(number, tf.float32)) / BATCH
+                grads = tape.gradient(loss, [kernel, bias])
+                return number + 1, of_kernel + grads[0], of_bias + grads[1], grads[1] + 0.5 * before
+
+            start = (0, tf.zeros((15, 7)), tf.zeros(7), tf.zeros(7))
+            _, of_kernel, of_bias, before = tf.while_loop(lambda number, *_: number < 3, rounds, start)
+            kernel.assign_sub(0.1 * of_kernel)
+            bias.assign_sub(0.1 * tf.clip_by_norm(of_bias, 0.5) + 0.1 * before)
+
+        strategy.run(on_rank, args=(x, y))
+
+    for batch in strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(vectors(2 * BATCH)).batch(BATCH)):
+        step(*batch)
+    return [], [kernel.numpy(), bias.numpy()], []
+
+
+@pytest.mark.parametrize("zero_stage", [0, exhaustive(1), exhaustive(2), 3])
+def test_in_the_graphs_loop(zero_stage):
+    assert_as_on_one_device(in_the_graphs_loop, zero_stage)
