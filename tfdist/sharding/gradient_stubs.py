@@ -1,15 +1,7 @@
 """Gradients of sharded parameters while a step is traced: stubs of the parameter's shape, filled when they are read.
 
-The gradient of a sharded parameter is summed over the data ranks, of which each keeps its shard. What the user's code has in its
-hands looks like one device's gradient; what becomes of it shows from what the code does with it:
-
-    it is given to an optimizer                            the shard is used; the stub is never computed
-    the same after elementwise operations (g / 4)          these are made again on the shard
-    it is read by something else (a norm, a mask, a       the shards are gathered: the sum, whole, as one device has it, and the
-    centred gradient, a histogram)                         same on all ranks
-    it is returned from the function of the rank, added    the rank's own summand, as at other stages: the caller sums
-    to a variable in a custom training loop, or given to a
-    collective by the user's code, which sums it
+The gradient of a sharded parameter is summed over the data ranks, of which each keeps its shard. The use that the code makes of a stub
+decides what becomes of it: a table in docs/design/gradient.md.
 
 Gathering makes all gradients exist whole, as at stage 1, and adds a third to what a step sends.
 """

@@ -1,13 +1,6 @@
 """The life of a sharded parameter in one step: gathered for forward, dropped, gathered for backward, its gradient scattered.
 
-Note: backward re-gather. The backward matrix product holds the gathered weight of the forward one, so a plain tape keeps the
-whole model gathered from forward to backward. When the gradients have been traced, the operations that read a weight in backward
-are known: the weight is gathered a second time and those operations are made to read the second copy. Nothing is computed twice,
-and the first copy is freed when the forward pass has used it.
-
-Note: one order. All collectives of a rank form a chain in the order in which they are emitted. The tape calls gradient functions
-in an order of its own, so what backward needs is collected and emitted together, ordered by `order_backward`: before the
-optimizer steps, before any other collective, and at the end at the latest.
+Why the second gather frees the first, and why there is one order: docs/design/parameter.md.
 """
 
 import contextlib
