@@ -1,7 +1,7 @@
 """Gradients of sharded parameters while a step is traced: stubs of the parameter's shape, filled when they are read.
 
-The gradient of a sharded parameter is summed over the data ranks, of which each keeps its shard. A stub becomes what the code's use
-of it asks for: a table in docs/design/gradient.md.
+The gradient of a sharded parameter is summed over the data ranks, of which each keeps its shard. A stub becomes what the
+code's use of it asks for: a table in docs/design/gradient.md.
 
 Gathering makes all gradients exist whole, as at stage 1, and adds a third to what a step sends.
 """
