@@ -1,11 +1,10 @@
 """The pages of docs/design: their pictures are those of traced steps, their path can be read, what they name exists."""
 
 import ast
-import importlib.util
 import re
-import sys
 
 import pytest
+from drawing import script
 from test_architecture import ROOT, TREES
 
 PAGES = sorted((ROOT.parent / "docs" / "design").glob("*.md"))
@@ -13,11 +12,7 @@ PAGES = sorted((ROOT.parent / "docs" / "design").glob("*.md"))
 
 @pytest.fixture(scope="module")
 def draw_design():
-    spec = importlib.util.spec_from_file_location("draw_design", ROOT.parent / "docs" / "draw_design.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return script("draw_design")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -65,7 +65,7 @@ def noted(
         is_like: whether each row of `found` is of that row of what each of `ranks` gave.
         is_same: whether all of `ranks` get `found`.
     """
-    results: Results = program.part(Results)
+    results = program.part(Results)
     is_of_all = results.over_data <= set(ranks)
     is_same = is_same and is_of_all
     if tf.is_symbolic_tensor(found):

@@ -184,7 +184,7 @@ def _gradient(
     program = rank_program()
     if program is None:
         return gradient(target, output_gradients)
-    weight: GradientWeight = program.part(GradientWeight)
+    weight = program.part(GradientWeight)
     with weight.of_gradient():
         if weight.is_nested:
             return gradient(target, output_gradients)

@@ -100,7 +100,7 @@ def _rows_like(found: Any, given: list[Any], beside: Any) -> Any:
     if program is None or program.is_eager or not all(map(tf.is_symbolic_tensor, (found, *given))):
         return found
     if all(map(program.exists_here, (found, *given, *tensors))):
-        facts: Facts = program.part(Facts)
+        facts = program.part(Facts)
         rows: list[Any] = [facts.of(x) for x in given]
         is_by_row = all(isinstance(x, Shard | Lengths) and not x.axis for x in rows)
         if is_by_row and all(isinstance(facts.of(x), Replicate) for x in tensors):
@@ -113,7 +113,7 @@ def _declared(partition: Any, found: Any, placement_of: Callable[[str], Placemen
     program, splits = rank_program(peers_on="data"), partition._row_splits
     if program is None or program.is_eager or not tf.is_symbolic_tensor(found):
         return found
-    facts: Facts = program.part(Facts)
+    facts = program.part(Facts)
     if splits is not None and program.exists_here(splits) and program.exists_here(found):
         given = facts.of(splits)
         if isinstance(given, Unknown) and given.why is Why.GIVEN:
@@ -127,6 +127,6 @@ def _to_tensor(original: Callable[..., Any], self: Any, default_value: Any = Non
     found, program = original(self, default_value, name, shape), rank_program(peers_on="data")
     if program is None or program.is_eager or not (tf.is_symbolic_tensor(found) and program.exists_here(found)):
         return found
-    repair: Repair = program.part(Repair)
+    repair = program.part(Repair)
     repair.look()
     return repair.now(found)

@@ -92,7 +92,7 @@ class Statistics(Part):
     def _is_of_rows_and_sums(self, value: tf.Tensor) -> bool:
         """Whether `value`, computed of gradients in a step of Keras's trainer, where variables get sums of them, is a number of
         the rank's own rows and of such sums."""
-        gradients: TapeGradients = self._program.part(TapeGradients)
+        gradients = self._program.part(TapeGradients)
         if not self._program.part(GradientWeight).is_of_trainer:
             return False
         gradients.settle()

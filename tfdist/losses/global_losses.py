@@ -170,7 +170,7 @@ def _of_all_rows(values: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, 
     known_of_loss(program, values)
     values = as_whole(program, values, "loss")
     if here.is_eager:
-        facts: EagerFacts = here.part(EagerFacts)
+        facts = here.part(EagerFacts)
         return values, mask, isinstance(facts.of(values), Replicate) and facts.counts_once(values)
     repair = here.part(Repair)
     is_of_all = repair.is_agreed(values)

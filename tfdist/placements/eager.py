@@ -47,8 +47,8 @@ class EagerFacts(Part):
 
     def __init__(self, program: RankProgram):
         self._run, self._is_busy, self._is_mending = object(), False, program.mesh.size("data") > 1
-        self._rows: RankRows = program.part(RankRows)
-        self._totals: Totals = program.part(Totals)
+        self._rows = program.part(RankRows)
+        self._totals = program.part(Totals)
         self._constant = _Known(self._run, Replicate())
         for x, placement in given_placements(program):
             self.declare(x, placement)

@@ -35,7 +35,7 @@ class Facts(GraphFacts, OfBranch):
         super().__init__(program.part(Results))
         self._program = program
         self.static_rows = self.local_static_rows if program.are_sizes_equal else ()
-        self._rows: RankRows = program.part(RankRows)
+        self._rows = program.part(RankRows)
         given = given_placements(program) if program.outer is None else []
         given = [(x, placement) for x, placement in given if tf.is_symbolic_tensor(x) or placement != Replicate()]
         # A tensor of the graph is captured as it is.

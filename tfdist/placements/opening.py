@@ -37,9 +37,9 @@ class Opening(OfBranch):
 
     def __init__(self, program: RankProgram):
         self._program = program
-        self._facts: Facts = program.part(Facts)
-        self._redistribution: Redistribution = program.part(Redistribution)
-        self._remaking: Remaking = program.part(Remaking)
+        self._facts = program.part(Facts)
+        self._redistribution = program.part(Redistribution)
+        self._remaking = program.part(Remaking)
 
     def opened(self, op: tf.Operation, target: tf.Tensor, label: str) -> bool:
         """Lets a `tf.cond`, or a `tf.switch_case`, compute what `target` needs of it of what ranks have agreed on; False: that

@@ -45,9 +45,9 @@ class RepairPlan(OfBranch):
 
     def __init__(self, program: RankProgram):
         self._program = program
-        self._facts: Facts = program.part(Facts)
-        self._rows: RankRows = program.part(RankRows)
-        self._remaking: Remaking = program.part(Remaking)
+        self._facts = program.part(Facts)
+        self._rows = program.part(RankRows)
+        self._remaking = program.part(Remaking)
         self.bears_shares = True
         self.most_bytes: int = 0 if program.outer is None else program.outer.part(RepairPlan).most_bytes
 

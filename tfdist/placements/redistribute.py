@@ -48,9 +48,9 @@ class Redistribution(OfBranch):
 
     def __init__(self, program: RankProgram):
         self._program = program
-        self._facts: Facts = program.part(Facts)
-        self._rows: RankRows = program.part(RankRows)
-        self._totals: Totals = program.part(Totals)
+        self._facts = program.part(Facts)
+        self._rows = program.part(RankRows)
+        self._totals = program.part(Totals)
         self._found: dict[str, tf.Tensor] = {}
         self._changes: list[_Agreement | tf.Operation] = []  # of which tapes must be told
         self.made: set[tf.Operation] = set()

@@ -29,8 +29,8 @@ class Remaking(OfBranch):
 
     def __init__(self, program: RankProgram):
         self._program = program
-        self._facts: Facts = program.part(Facts)
-        self._redistribution: Redistribution = program.part(Redistribution)
+        self._facts = program.part(Facts)
+        self._redistribution = program.part(Redistribution)
         self._new: dict[str, tf.Tensor] = {}  # what was made in the place of a tensor, by its name
 
     def now(self, tensor: tf.Tensor) -> tf.Tensor:

@@ -45,11 +45,11 @@ class Repair(OfBranch):
 
     def __init__(self, program: RankProgram):
         self._program = program
-        self._facts: Facts = program.part(Facts)
-        self._rows: RankRows = program.part(RankRows)
-        self._redistribution: Redistribution = program.part(Redistribution)
-        self._remaking: Remaking = program.part(Remaking)
-        self._plan: RepairPlan = program.part(RepairPlan)
+        self._facts = program.part(Facts)
+        self._rows = program.part(RankRows)
+        self._redistribution = program.part(Redistribution)
+        self._remaking = program.part(Remaking)
+        self._plan = program.part(RepairPlan)
         self._given_up: set[str] = set()  # operations that nothing can be done about
         self._looked_for: set[str] = set()  # those that `look` has found once
         self._looked_at = len(program.graph.get_operations())

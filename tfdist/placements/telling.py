@@ -129,7 +129,7 @@ def of_layer(layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> An
     here = program.here() if may_send else None
     if here is None:
         return call(*args, **kwargs)
-    facts: Facts = here.part(Facts)
+    facts = here.part(Facts)
     before = tape.operations_so_far()
 
     def placement_of(x: Any) -> Placement | None:

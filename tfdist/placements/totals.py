@@ -26,7 +26,7 @@ class Totals(Part):
     def __init__(self, program: RankProgram):
         self._program = program
         self._replicas = len(program.group_ranks("data"))
-        self._rows: RankRows = program.part(RankRows)
+        self._rows = program.part(RankRows)
 
     def of(self, tensors: Tensors, hows: Sequence[How], label: str) -> list[tf.Tensor]:
         """Returns what `tensors`, of one shape on all ranks, are of all rows: one message, one more for maxima and for minima."""

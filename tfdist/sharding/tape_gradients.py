@@ -64,8 +64,8 @@ class TapeGradients(OfBranch):
         self._whole_sums: Callable[..., Sequence[tf.Tensor]] | None = None
         self._is_asked = False
         self._num_searched = 0  # operations of the graph that were looked at for gradients that come out of them
-        self._numbers: GradientNumbers = program.part(GradientNumbers)
-        self._stubs: GradientStubs = program.part(GradientStubs)
+        self._numbers = program.part(GradientNumbers)
+        self._stubs = program.part(GradientStubs)
         self._sources = gradient_graph.Sources(lambda x: x.graph is program.graph and self._is_whole(x))
 
     def note(

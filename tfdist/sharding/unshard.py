@@ -44,7 +44,7 @@ class UnshardSchedule(OfBranch):
 
     def __init__(self, program: RankProgram):
         self._program = program
-        self._recomputation: Recomputation = program.part(Recomputation)
+        self._recomputation = program.part(Recomputation)
         self._order = program.order
         self._units: list[Unit] = []
         self._live: list[Unit] = []
@@ -53,7 +53,7 @@ class UnshardSchedule(OfBranch):
         self._has_regathered = False
         self._regathering: set[tf.Operation] = set()  # operations of gathers of backward, which their gates alone hold back
         self._differentiated: set[int] = set()
-        self._stubs: GradientStubs = program.part(GradientStubs)
+        self._stubs = program.part(GradientStubs)
 
     # Forward
 
@@ -229,7 +229,7 @@ class UnshardSchedule(OfBranch):
         no mean of the rank's own, and counts no weight.
         """
         self.is_of_sums(upstream)  # it may be a gradient itself, which must be there before what follows from it
-        weight: GradientWeight = self._program.part(GradientWeight)
+        weight = self._program.part(GradientWeight)
         if weight.is_of_trainer and self._program.is_eager:  # what the ranks' readers have sent is not known there
             return [tf.cast(self._program.part(EagerFacts).of_all_readers(upstream), dtype)]
         if weight.is_of_trainer:

@@ -55,7 +55,7 @@ def _summed(
     compressors = [message.config.compressor_of(variable.layout) for variable in variables]
     names = [variable.name.partition(":")[0] for variable in variables]
     program.plan.gradients[program.rank].update(zip(names, compressors, strict=True))
-    feedback: ErrorFeedback = program.part(ErrorFeedback)
+    feedback = program.part(ErrorFeedback)
     sums, words, losses = send(program, feedback.added(variables, parts, compressors), compressors, ranks, label)
     feedback.note(variables, losses, words)
     return [tf.cast(total, dtype) for total in sums]

@@ -29,8 +29,8 @@ class Candidate:
         stages_per_rank: how many stages each rank of a pipeline has: several with the schedule "interleaved", else 1.
 
     Raises:
-        ValueError: a size is not a positive integer, there is no such stage, or a schedule or microbatches stand without a
-            pipeline. Or a pipeline stands without a schedule, or several stages a rank with another schedule than "interleaved".
+        ValueError: a size is not a positive integer; there is no such stage; a schedule or microbatches without a pipeline, or a
+            pipeline without a schedule; several stages a rank with another schedule than "interleaved".
     """
 
     zero_stage: int = 2
